@@ -1,0 +1,41 @@
+"""Alignment of language models as components for PyTorch Lightning.
+
+The names below are loaded when they are first used: `import lit_align.losses` needs torch alone,
+and the command line can complete an option without importing it.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lit_align.callbacks import BeforeAfter as BeforeAfter
+    from lit_align.callbacks import ExactMatch as ExactMatch
+    from lit_align.callbacks import ReferenceCache as ReferenceCache
+    from lit_align.callbacks import SavePolicy as SavePolicy
+    from lit_align.callbacks import ValidateAtEnd as ValidateAtEnd
+    from lit_align.data import PreferenceDataModule as PreferenceDataModule
+    from lit_align.errors import UserError as UserError
+    from lit_align.losses import DPOConfig as DPOConfig
+    from lit_align.modules import DPOModule as DPOModule
+    from lit_align.policies import PolicyRecipe as PolicyRecipe
+
+_HOMES = {
+    "BeforeAfter": "callbacks",
+    "DPOConfig": "losses",
+    "DPOModule": "modules",
+    "ExactMatch": "callbacks",
+    "PolicyRecipe": "policies",
+    "PreferenceDataModule": "data",
+    "ReferenceCache": "callbacks",
+    "SavePolicy": "callbacks",
+    "UserError": "errors",
+    "ValidateAtEnd": "callbacks",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'lit_align' has no attribute '{name}'")
+    return getattr(import_module(f"lit_align.{_HOMES[name]}"), name)

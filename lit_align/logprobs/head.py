@@ -1,0 +1,166 @@
+"""From hidden states to what a loss reads of each token, the vocabulary projected chunk by chunk.
+
+Nothing here knows how a batch is laid out: rows of hidden states come in, one per scored token.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+Alignment = Literal["sampled", "greedy"]
+
+# One chunk holds a few float32 arrays of this many rows and one column per vocabulary entry.
+CHUNK_SIZE = 512
+
+
+class TokenTerms(NamedTuple):
+    """What one prediction of the policy is worth: each of the targets' shape, in nats."""
+
+    logprobs: Tensor
+    entropy: Tensor | None = None
+    alignment: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Head:
+    """The last step of a language model: logits = softcap(scale * project(hidden)).
+
+    Args:
+        project: the head module itself, so that bias, adapters and quantised weights count.
+        scale: multiplies the logits, dimensionless; 1 for most models.
+        softcap: bounds the logits to (-softcap, softcap) by a tanh, nats; None for most models.
+    """
+
+    project: Callable[[Tensor], Tensor]
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Logits of hidden states: (N, H) to (N, V), float32 or better."""
+        logits = _at_least_float32(self.project(hidden))
+        if self.scale != 1:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return logits
+
+
+def token_terms(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    alignment: Alignment | None = None,
+) -> TokenTerms:
+    """Log-probability of each target, and on request entropy and alignment of its distribution.
+
+        p         = softmax(logits / temperature)
+        logprobs  = log p(target)
+        entropy   = -sum_v p(v) log p(v)
+        alignment = log sum_v p(v)^2   ("sampled": the expected probability of a sampled token)
+                  = log max_v p(v)     ("greedy": the probability of the likeliest token)
+
+    Args:
+        logits: (..., V), any floating type.
+        targets: token ids, (...), int64, in [0, V).
+        temperature: divides the logits, > 0; 1 unless the tokens were sampled at another.
+        entropy: whether to compute the entropy.
+        alignment: which of WPO's alignment terms to compute, if any.
+
+    Returns:
+        Each (...), nats, float32, or float64 for float64 logits. Only `logprobs` has a gradient.
+
+    Raises:
+        ValueError: if the temperature is not positive or the alignment is unknown.
+
+    Source:
+        Alignment: Zhou et al. 2024, arXiv:2406.11827, "weight alignment".
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, not {temperature}")
+    # Low precision may carry the matrix product, never the sum over the vocabulary.
+    logits = _at_least_float32(logits)
+    all_logprobs = (logits if temperature == 1 else logits / temperature).log_softmax(-1)
+    logprobs = all_logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    fixed = all_logprobs.detach()
+    return TokenTerms(
+        logprobs,
+        _entropy(fixed) if entropy else None,
+        None if alignment is None else _alignment(fixed, alignment),
+    )
+
+
+def chunked_terms(
+    head: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    targets: Tensor,
+    *,
+    chunk_size: int = CHUNK_SIZE,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    alignment: Alignment | None = None,
+) -> TokenTerms:
+    """`token_terms(head(hidden), targets)`, never holding more than `chunk_size` rows of logits.
+
+    The backward pass projects each chunk again instead of keeping its logits. Without a single row
+    the result is empty and still hangs on `hidden` and the head, whose gradients are then 0.
+
+    Args:
+        head: hidden states to logits, (n, H) to (n, V).
+        hidden: final hidden states of the positions that predict `targets`, (N, H).
+        targets: (N,), int64.
+        chunk_size: rows projected at once, > 0.
+        temperature: as in `token_terms`.
+        entropy: as in `token_terms`.
+        alignment: as in `token_terms`.
+
+    Returns:
+        As `token_terms`, each (N,).
+    """
+
+    def terms(rows: Tensor, ids: Tensor) -> TokenTerms:
+        return token_terms(
+            head(rows), ids, temperature=temperature, entropy=entropy, alignment=alignment
+        )
+
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, not {chunk_size}")
+    chunks = [
+        checkpoint(terms, rows, ids, use_reentrant=False)
+        for rows, ids in zip(
+            torch.split(hidden, chunk_size), torch.split(targets, chunk_size), strict=True
+        )
+    ]
+    logprobs, entropies, alignments = zip(*chunks, strict=True)
+    return TokenTerms(torch.cat(logprobs), _cat(entropies), _cat(alignments))
+
+
+def _at_least_float32(values: Tensor) -> Tensor:
+    """The same numbers in float32, or in float64 if that is what they are."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def _cat(parts: tuple[Tensor | None, ...]) -> Tensor | None:
+    """The chunks' values in one tensor, or None where none were asked for."""
+    asked = [part for part in parts if part is not None]
+    return torch.cat(asked) if asked else None
+
+
+def _entropy(logprobs: Tensor) -> Tensor:
+    """Entropy of each row, 0 log 0 being 0."""
+    terms: Tensor = torch.special.entr(logprobs.exp())
+    return terms.sum(-1)
+
+
+def _alignment(logprobs: Tensor, kind: Alignment) -> Tensor:
+    """WPO's n_t of each row."""
+    if kind == "sampled":
+        return logprobs.exp().square().sum(-1).log()
+    if kind == "greedy":
+        return logprobs.amax(-1)
+    raise ValueError(f"unknown alignment '{kind}': choose one of {', '.join(get_args(Alignment))}")

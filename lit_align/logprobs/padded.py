@@ -1,0 +1,87 @@
+"""Log-probs of a padded batch: one row per response, padding on either side."""
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from lit_align.logprobs.causal_lm import call_inside, take_apart
+from lit_align.logprobs.head import CHUNK_SIZE, Alignment, TokenTerms, chunked_terms
+from lit_align.ops import check_same_shape, completion_mask
+
+
+class ResponseLogprobs(NamedTuple):
+    """Per-token terms of the responses of a batch; column t speaks of token t+1.
+
+    `logprobs`, `entropy` and `alignment` are (B, T-1), in nats, float32 (float64 for a float64
+    model) and exactly 0 outside `mask`; only `logprobs` carries a gradient. `mask` is (B, T-1),
+    bool, true where a response token was scored.
+    """
+
+    logprobs: Tensor
+    mask: Tensor
+    entropy: Tensor | None
+    alignment: Tensor | None
+
+
+def response_logprobs(
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    alignment: Alignment | None = None,
+    chunk_size: int = CHUNK_SIZE,
+) -> ResponseLogprobs:
+    """Log-probability of every response token under a causal language model.
+
+    Only the positions that predict a response token are projected onto the vocabulary, in chunks
+    that the backward pass computes again: no (B, T, V) tensor ever exists.
+
+    Args:
+        model: a causal language model of transformers, plain or with an adapter of peft.
+        input_ids: prompt, response and padding, (B, T), int64.
+        attention_mask: 1 where `input_ids` is no padding, (B, T).
+        labels: the ids, `IGNORE_INDEX` outside the response, (B, T).
+        temperature: divides the logits, > 0; 1 unless the responses were sampled at another.
+        entropy: whether to return the entropy of each prediction.
+        alignment: which of WPO's alignment terms to return: "sampled", "greedy" or none.
+        chunk_size: response tokens projected at once: more memory, fewer calls.
+
+    Returns:
+        See `ResponseLogprobs`. A row without response tokens is all zeros, and a batch without any
+        still hangs on every weight, with gradients of 0.
+
+    Raises:
+        ValueError: if the shapes differ, or a value is outside its range.
+        UserError: if the model is not built of a body and a head.
+    """
+    check_same_shape(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+    parts = take_apart(model)
+
+    def forward(input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> TokenTerms:
+        mask = completion_mask(labels)
+        hidden = parts.hidden_states(input_ids, attention_mask)
+        terms = chunked_terms(
+            parts.head,
+            hidden[:, :-1][mask],
+            labels[:, 1:][mask],
+            temperature=temperature,
+            entropy=entropy,
+            alignment=alignment,
+            chunk_size=chunk_size,
+        )
+        return TokenTerms(
+            _spread(terms.logprobs, mask),
+            None if terms.entropy is None else _spread(terms.entropy, mask),
+            None if terms.alignment is None else _spread(terms.alignment, mask),
+        )
+
+    terms: TokenTerms = call_inside(model, forward, input_ids, attention_mask, labels)
+    return ResponseLogprobs(terms.logprobs, completion_mask(labels), terms.entropy, terms.alignment)
+
+
+def _spread(rows: Tensor, mask: Tensor) -> Tensor:
+    """Values back at their places: (N,) to the mask's (B, T-1), 0 elsewhere."""
+    return rows.new_zeros(mask.shape).masked_scatter(mask, rows)

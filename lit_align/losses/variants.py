@@ -1,0 +1,195 @@
+"""Tables of named losses.
+
+A variant is a plain function, and its signature is its whole contract. The parameters before `*`
+are the tensors it reads, by their glossary names (those with a default may be missing); the
+parameters after `*` are its hyperparameters, each with its default and, in its annotation, the
+values it may have. Adding a variant is adding one function and one YAML file.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Annotated, Any, Protocol, TypeVar, get_origin
+
+from lit_align.errors import UserError
+
+Fn = TypeVar("Fn", bound=Callable[..., Any])
+
+
+class Rule(Protocol):
+    """Which values a hyperparameter may have; its text completes "must be"."""
+
+    def admits(self, value: object) -> bool:
+        """Whether the value is one of them."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Finite numbers above `above`, not below `least`, and below `below`."""
+
+    above: float = -math.inf
+    least: float = -math.inf
+    below: float = math.inf
+
+    def admits(self, value: object) -> bool:
+        # True is a number to Python; here it is a flag in the wrong place.
+        if isinstance(value, bool) or not isinstance(value, Real):
+            return False
+        return self.above < float(value) < self.below and float(value) >= self.least
+
+    def __str__(self) -> str:
+        bounds = {"above": self.above, "not below": self.least, "below": self.below}
+        said = [f"{word} {bound:g}" for word, bound in bounds.items() if math.isfinite(bound)]
+        return " ".join(["a finite number", " and ".join(said)]).strip()
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """One of a few words, or None."""
+
+    choices: tuple[str | None, ...]
+
+    def admits(self, value: object) -> bool:
+        return (value is None or isinstance(value, str)) and value in self.choices
+
+    def __str__(self) -> str:
+        return f"one of {', '.join(map(str, self.choices))}"
+
+
+@dataclass(frozen=True)
+class Hyperparameter:
+    """One parameter after `*`: its default, and what it may be set to."""
+
+    default: float | str | None
+    rule: Rule
+
+    @classmethod
+    def read(cls, parameter: inspect.Parameter) -> "Hyperparameter":
+        """From the signature: the rule is the annotation's, any finite number without one."""
+        annotated = get_origin(parameter.annotation) is Annotated
+        rule = parameter.annotation.__metadata__[0] if annotated else Range()
+        return cls(parameter.default, rule)
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """A named loss and what its signature asks for.
+
+    Attributes:
+        name: the name it is known by.
+        fn: the function.
+        average_logps: whether its log-probs are means over the response's tokens, not sums.
+        tensors: the tensors it cannot do without, in the order of the signature.
+        optional_tensors: the tensors it reads if there are any.
+        hyperparameters: by name, in the order of the signature.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    average_logps: bool
+    tensors: tuple[str, ...]
+    optional_tensors: tuple[str, ...]
+    hyperparameters: Mapping[str, Hyperparameter]
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether the loss compares the policy with a reference."""
+        return any(name.startswith("reference_") for name in self.tensors)
+
+    @property
+    def reads_lengths(self) -> bool:
+        """Whether the loss counts the responses' tokens."""
+        return any(name.endswith("_lengths") for name in self.tensors)
+
+    @property
+    def reads_alignment(self) -> bool:
+        """Whether the loss has a use for the alignment terms of WPO."""
+        return any(name.endswith("_alignment_logps") for name in self.optional_tensors)
+
+    def settings(self, given: Mapping[str, Any]) -> dict[str, float | str | None]:
+        """Every hyperparameter with its value: the given ones checked, the others' defaults.
+
+        Raises:
+            UserError: for a name the loss does not take, or a value it cannot honour.
+        """
+        if unknown := given.keys() - self.hyperparameters.keys():
+            raise UserError(
+                f"loss '{self.name}' takes {', '.join(self.hyperparameters)}, "
+                f"not {', '.join(sorted(unknown))}"
+            )
+        return {name: self._value(name, given) for name in self.hyperparameters}
+
+    def _value(self, name: str, given: Mapping[str, Any]) -> float | str | None:
+        hyperparameter = self.hyperparameters[name]
+        value = given.get(name, hyperparameter.default)
+        if not hyperparameter.rule.admits(value):
+            raise UserError(
+                f"loss '{self.name}': {name} must be {hyperparameter.rule}, not {value!r}"
+            )
+        return value if value is None or isinstance(value, str) else float(value)
+
+    def __call__(self, available: Mapping[str, Any], args: Any) -> Any:
+        """Call the function with the tensors it names and its hyperparameters read off `args`."""
+        if missing := [name for name in self.tensors if name not in available]:
+            raise ValueError(f"loss '{self.name}' needs {', '.join(missing)}")
+        tensors = {
+            name: available[name]
+            for name in (*self.tensors, *self.optional_tensors)
+            if name in available
+        }
+        given = {name: getattr(args, name) for name in self.hyperparameters if hasattr(args, name)}
+        return self.fn(**tensors, **self.settings(given))
+
+
+class Variants(dict[str, Variant]):
+    """A table that functions enter by decoration.
+
+    Args:
+        aliases: other names of a variant, by alias. They can be looked up but are not listed.
+    """
+
+    def __init__(self, aliases: Mapping[str, str] | None = None) -> None:
+        super().__init__()
+        self.aliases = dict(aliases or {})
+
+    def register(
+        self, name: str, *, average_logps: bool = False, **defaults: float
+    ) -> Callable[[Fn], Fn]:
+        """Enter a function under `name`.
+
+        Args:
+            name: what the loss is called in configs.
+            average_logps: whether the loss reads means of log-probs over tokens instead of sums.
+            defaults: hyperparameters whose default under this name is not the function's.
+        """
+
+        def enter(fn: Fn) -> Fn:
+            if name in self:
+                raise ValueError(f"loss '{name}' is already taken by {self[name].fn.__qualname__}")
+            parameters = inspect.signature(fn, eval_str=True).parameters
+            optional = {n for n, p in parameters.items() if p.default is not p.empty}
+            tensors = [n for n, p in parameters.items() if p.kind is not p.KEYWORD_ONLY]
+            hyperparameters = {
+                n: Hyperparameter.read(p) for n, p in parameters.items() if n not in tensors
+            }
+            for key, default in defaults.items():
+                hyperparameters[key] = replace(hyperparameters[key], default=default)
+            self[name] = Variant(
+                name,
+                fn,
+                average_logps,
+                tuple(n for n in tensors if n not in optional),
+                tuple(n for n in tensors if n in optional),
+                hyperparameters,
+            )
+            return fn
+
+        return enter
+
+    def __missing__(self, name: str) -> Variant:
+        if name in self.aliases:
+            return self[self.aliases[name]]
+        also = "".join(f", {alias} (= {own})" for alias, own in self.aliases.items())
+        raise UserError(f"unknown loss '{name}'; known: {', '.join(sorted(self))}{also}")

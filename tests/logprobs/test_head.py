@@ -1,0 +1,155 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from lit_align.logprobs.head import Head, chunked_terms, token_terms
+
+
+def test_token_terms_by_hand():
+    # p = (1/2, 1/4, 1/4): log p(1) = -log 4; H = (1/2) log 2 + 2 (1/4) log 4 = (3/2) log 2;
+    # sum p^2 = 1/4 + 1/16 + 1/16 = 3/8; max p = 1/2.
+    logits = torch.tensor([[2.0, 1.0, 1.0]], dtype=torch.float64).log()
+    sampled = token_terms(logits, torch.tensor([1]), entropy=True, alignment="sampled")
+    greedy = token_terms(logits, torch.tensor([1]), alignment="greedy")
+    assert sampled.logprobs.item() == pytest.approx(-math.log(4), abs=1e-15)
+    assert sampled.entropy.item() == pytest.approx(1.5 * math.log(2), abs=1e-15)
+    assert sampled.alignment.item() == pytest.approx(math.log(3 / 8), abs=1e-15)
+    assert greedy.alignment.item() == pytest.approx(-math.log(2), abs=1e-15)
+    assert greedy.entropy is None
+
+
+def test_temperature_divides_the_logits_by_hand():
+    # Logits (log 4, 0) at temperature 2 are (log 2, 0): p = (2/3, 1/3).
+    terms = token_terms(
+        torch.tensor([4.0, 1.0]).log(),
+        torch.tensor(0),
+        temperature=2.0,
+        entropy=True,
+        alignment="greedy",
+    )
+    assert terms.logprobs.item() == pytest.approx(math.log(2 / 3))
+    assert terms.alignment.item() == pytest.approx(math.log(2 / 3))
+    entropy = -2 / 3 * math.log(2 / 3) - 1 / 3 * math.log(1 / 3)
+    assert terms.entropy.item() == pytest.approx(entropy)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0,), (2, 0, 3)])
+def test_any_leading_shape_is_kept(shape):
+    logits = torch.randn(*shape, 7)
+    terms = token_terms(
+        logits, torch.zeros(shape, dtype=torch.long), entropy=True, alignment="sampled"
+    )
+    assert all(part.shape == shape for part in terms)
+
+
+@settings(deadline=None)
+@given(st.floats(-1e4, 1e4), st.floats(0.2, 5.0))
+def test_a_shift_of_all_logits_changes_nothing(shift, temperature):
+    logits = torch.linspace(-3, 2, 12, dtype=torch.float64).view(3, 4)
+    targets = torch.tensor([0, 1, 3])
+    options = {"temperature": temperature, "entropy": True, "alignment": "sampled"}
+    plain = token_terms(logits, targets, **options)
+    shifted = token_terms(logits + shift, targets, **options)
+    for one, other in zip(plain, shifted, strict=True):
+        assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**31))
+def test_alignments_lie_between_uniform_and_certain_and_greedy_is_the_larger(seed):
+    # sum p^2 <= max p, and both lie between 1/V and 1.
+    logits = 5 * torch.randn(4, 9, generator=torch.Generator().manual_seed(seed)).double()
+    targets = torch.zeros(4, dtype=torch.long)
+    sampled, greedy = (
+        token_terms(logits, targets, alignment=kind).alignment for kind in ("sampled", "greedy")
+    )
+    assert (sampled <= greedy + 1e-12).all()
+    assert (sampled >= -math.log(9) - 1e-12).all()
+    assert (greedy <= 1e-12).all()
+
+
+def test_impossible_tokens_leave_entropy_and_alignment_finite():
+    # Two of four tokens are barred: p = (1/2, 1/2, 0, 0).
+    logits = torch.tensor([0.0, 0.0, -math.inf, -math.inf])
+    terms = token_terms(logits, torch.tensor(0), entropy=True, alignment="sampled")
+    assert terms.entropy.item() == pytest.approx(math.log(2))
+    assert terms.alignment.item() == pytest.approx(-math.log(2))
+    assert token_terms(logits, torch.tensor(2)).logprobs.item() == -math.inf
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_logits_are_summed_in_float32(dtype):
+    logits = (3 * torch.randn(5, 4000, generator=torch.Generator().manual_seed(0))).to(dtype)
+    targets = torch.arange(5)
+    terms = token_terms(logits, targets, entropy=True, alignment="sampled")
+    exact = token_terms(logits.double(), targets, entropy=True, alignment="sampled")
+    for found, right in zip(terms, exact, strict=True):
+        assert found.dtype == torch.float32
+        assert_close(found.double(), right, rtol=1e-5, atol=1e-5)
+
+
+def test_only_logprobs_carry_a_gradient():
+    logits = torch.randn(3, 5, requires_grad=True)
+    terms = token_terms(logits, torch.tensor([0, 1, 2]), entropy=True, alignment="greedy")
+    assert terms.logprobs.requires_grad
+    assert not terms.entropy.requires_grad
+    assert not terms.alignment.requires_grad
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan])
+def test_a_temperature_that_is_not_positive_is_refused(temperature):
+    with pytest.raises(ValueError, match="temperature must be positive"):
+        token_terms(torch.zeros(1, 2), torch.zeros(1, dtype=torch.long), temperature=temperature)
+
+
+def test_an_unknown_alignment_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="'none': choose one of sampled, greedy"):
+        token_terms(torch.zeros(1, 2), torch.zeros(1, dtype=torch.long), alignment="none")
+
+
+def test_head_scales_then_caps_by_hand():
+    # 2 * tanh(0.5 * 4 / 2) = 2 tanh(1).
+    head = Head(torch.nn.Identity(), scale=0.5, softcap=2.0)
+    assert head(torch.tensor([4.0])).item() == pytest.approx(2 * math.tanh(1))
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 3, 7, 100])
+def test_chunks_of_any_size_give_one_result(chunk_size):
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(6, 11).double()
+    hidden = torch.randn(7, 6, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(11, (7,))
+    weights = torch.randn(7, dtype=torch.float64)
+    whole = token_terms(linear(hidden), targets, entropy=True, alignment="sampled")
+    right = torch.autograd.grad((weights * whole.logprobs).sum(), [hidden, *linear.parameters()])
+    parts = chunked_terms(
+        Head(linear), hidden, targets, chunk_size=chunk_size, entropy=True, alignment="sampled"
+    )
+    found = torch.autograd.grad((weights * parts.logprobs).sum(), [hidden, *linear.parameters()])
+    assert_close(tuple(parts), tuple(whole), rtol=1e-12, atol=1e-12)
+    assert_close(found, right, rtol=1e-12, atol=1e-12)
+
+
+def test_the_backward_pass_projects_again_instead_of_keeping_logits():
+    calls = []
+
+    class Counting(torch.nn.Linear):
+        def forward(self, hidden):
+            calls.append(len(hidden))
+            return super().forward(hidden)
+
+    terms = chunked_terms(
+        Head(Counting(4, 9)), torch.randn(5, 4), torch.zeros(5, dtype=torch.long), chunk_size=2
+    )
+    assert calls == [2, 2, 1]
+    terms.logprobs.sum().backward()
+    assert sorted(calls) == [1, 1, 2, 2, 2, 2]
+
+
+def test_a_chunk_size_below_one_is_refused():
+    with pytest.raises(ValueError, match="chunk_size"):
+        chunked_terms(Head(torch.nn.Identity()), torch.zeros(1, 2), torch.zeros(1), chunk_size=0)
