@@ -102,3 +102,8 @@ def user(content):
 
 def assistant(content):
     return {"role": "assistant", "content": content}
+
+
+def numbered_rows(numbers):
+    """One row for each number, which its prompt tells."""
+    return [{"prompt": f"{n}=", "chosen": f"{n}", "rejected": "x"} for n in numbers]

@@ -10,12 +10,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from lit_align import cli
 from lit_align.cli import errors
 from lit_align.cli import train as verb
 from lit_align.cli.outcome import Outcome
+from lit_align.cli.process import left_as_found
 from lit_align.cli.run import optimized
 from lit_align.cli.sweep import SweepReport, processes, varied
 from lit_align.errors import UserError
@@ -287,6 +289,17 @@ def test_an_older_sweep_in_the_same_folder_is_not_counted(tmp_path):
 def test_the_processes_of_a_job_are_counted(devices, accelerator, nodes, expected):
     trainer = {"devices": devices, "accelerator": accelerator, "num_nodes": nodes}
     assert processes(OmegaConf.create(trainer)) == expected
+
+
+def test_a_run_leaves_its_process_as_it_found_it(monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with left_as_found():
+        os.environ |= {"LOCAL_RANK": "1", "WORLD_SIZE": "2"}
+        torch.use_deterministic_algorithms(True)
+    assert "LOCAL_RANK" not in os.environ
+    assert os.environ["WORLD_SIZE"] == "1"
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 # --- several processes, each a start of Python with torch

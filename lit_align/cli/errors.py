@@ -1,0 +1,117 @@
+"""What a user reads when a run does not work out.
+
+A mistake in what was given is told in one message. A fault of the program keeps its traceback:
+hiding that would hide where to look. HYDRA_FULL_ERROR=1 shows the traceback of everything.
+"""
+
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from difflib import get_close_matches
+from typing import Any
+
+from hydra.errors import HydraException, InstantiationException
+from omegaconf import DictConfig
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+)
+
+from lit_align.errors import UserError
+
+_FULL = "HYDRA_FULL_ERROR"
+_wanted = os.environ.get(_FULL)
+
+
+def hydra_raises() -> None:
+    """Let Hydra raise what goes wrong while it composes, for `explain` to tell."""
+    os.environ[_FULL] = "1"
+
+
+def restore_environment() -> None:
+    """Give processes started from here on what the user had set."""
+    if _wanted is None:
+        os.environ.pop(_FULL, None)
+    else:
+        os.environ[_FULL] = _wanted
+
+
+def headline(error: BaseException) -> str:
+    """The error in a line or two, for a table or a log."""
+    return mistake(error) or "".join(traceback.format_exception_only(error)).strip()
+
+
+def explain(error: BaseException) -> str:
+    """What to print: `error: ...` for a mistake, the traceback for a fault."""
+    said = mistake(error)
+    if said is None or _wanted == "1":
+        return "".join(traceback.format_exception(error)).strip()
+    return f"error: {said}"
+
+
+def mistake(error: BaseException) -> str | None:
+    """The message if the user can mend the error, None if only a programmer can."""
+    for one in causes(error):
+        for kind, tell in _TOLD.items():
+            if isinstance(one, kind) and (said := tell(one)):
+                return said
+    if isinstance(error, InstantiationException):
+        return _not_built(error)
+    if isinstance(error, HydraException | OmegaConfBaseException) or _misconfigured(error):
+        return str(error).strip()
+    return None
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, what caused it, what caused that."""
+    link: BaseException | None = error
+    while link is not None:
+        yield link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+
+
+def _unknown_key(error: OmegaConfBaseException) -> str | None:
+    """Which keys there are, and which was meant; Hydra would advise to add the unknown one."""
+    node, key, full_key = error.parent_node, str(error.key), str(error.full_key)
+    if not isinstance(node, DictConfig):
+        return None
+    parent = full_key.removesuffix(key)
+    hidden = ("_", "hydra")
+    known = [str(name) for name in node if not str(name).startswith(hidden)]
+    close = get_close_matches(key, known, n=1)
+    meant = f"; did you mean {parent}{close[0]}?" if close else ""
+    where = f"'{parent.rstrip('.')}'" if parent else "the configuration"
+    return f"no key '{full_key}'{meant}\n{where} has: {', '.join(known)}"
+
+
+def _not_built(error: InstantiationException) -> str | None:
+    """Hydra's message for an argument that does not fit; None if the fault lies deeper."""
+    *_, root = causes(error)
+    if _misconfigured(root):
+        return str(root).strip()
+    if root is not error and not isinstance(root, TypeError | ValueError | ImportError):
+        return None
+    said = str(error).replace(f", set env var {_FULL}=1 to see chained exception", "").strip()
+    told = headline(root)
+    return said if root is error or repr(root) in said else f"{said}\n{told}"
+
+
+def _misconfigured(error: BaseException) -> bool:
+    """Whether Lightning refused the combination of options."""
+    # By name: at this point Lightning need not be there, and importing it takes seconds.
+    return type(error).__name__ == "MisconfigurationException"
+
+
+def _missing_value(error: OmegaConfBaseException) -> str:
+    """How to give a value that has no default."""
+    return f"{error.full_key} has no default: set {error.full_key}=..."
+
+
+_TOLD: dict[type[BaseException], Callable[[Any], str | None]] = {
+    UserError: str,
+    ConfigAttributeError: _unknown_key,
+    ConfigKeyError: _unknown_key,
+    MissingMandatoryValue: _missing_value,
+}

@@ -1,0 +1,130 @@
+"""From a composed configuration to a trained policy: build every part, fit, say what came of it."""
+
+import logging
+import signal
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from lit_align.errors import UserError
+
+_CHECKPOINT_KEYWORDS = {"last", "best", "hpc", "registry"}
+
+
+def run(cfg: DictConfig) -> dict[str, Any]:
+    """Train what the configuration describes.
+
+    Returns:
+        `metrics`: last value of everything logged; `value`: the optimized one, or None; `model`:
+        folder of the final policy, or None.
+
+    Raises:
+        UserError: for whatever the user can mend.
+    """
+    quieten()
+    check_checkpoint(cfg.ckpt_path)
+    L.seed_everything(cfg.seed, workers=True)
+    datamodule, module = build(cfg.data), build(cfg.module)
+    trainer = build_trainer(cfg)
+    if trainer.is_global_zero:
+        record(cfg, trainer)
+    fit(trainer, module, datamodule=datamodule, ckpt_path=cfg.ckpt_path)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    model = Path(cfg.output_dir) / "model"
+    if trainer.is_global_zero:
+        tell_where(Path(cfg.output_dir))
+    return {
+        "metrics": metrics,
+        "value": optimized(cfg.optimized_metric, metrics),
+        "model": str(model) if model.is_dir() else None,
+    }
+
+
+def build(node: Any, **options: Any) -> Any:
+    """The object a node describes; it gets plain lists and dicts, never Hydra's own."""
+    return instantiate(node, _convert_="all", **options)
+
+
+def build_trainer(cfg: DictConfig) -> L.Trainer:
+    """The Trainer with its callbacks and loggers; one that is null was switched off."""
+    ends = cfg.trainer
+    if ends.max_steps == -1 and ends.max_epochs is None and ends.max_time is None:
+        ends.max_epochs = 1
+    callbacks, loggers = (
+        [build(node) for node in group.values() if node is not None]
+        for group in (cfg.callbacks, cfg.logger)
+    )
+    # As a partial: Hydra would make configuration nodes of the callbacks first.
+    make = build(cfg.trainer, _partial_=True)
+    try:
+        trainer: L.Trainer = make(callbacks=callbacks, logger=loggers)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"trainer: {error}") from error
+    return trainer
+
+
+def quieten() -> None:
+    """Say each thing once, and only what a user can use."""
+    # Hydra's handlers show Lightning's messages and write them to the run's log.
+    for name in ("lightning", "lightning.fabric", "lightning.pytorch"):
+        logging.getLogger(name).handlers.clear()
+    # An advertisement, and what torch 2.13 deprecates in Lightning 2.6.
+    rank_zero = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    rank_zero.addFilter(lambda message: "litlogger" not in message.getMessage())
+    warnings.filterwarnings("ignore", ".*LeafSpec.*")
+
+
+def record(cfg: DictConfig, trainer: L.Trainer) -> None:
+    """Keep the configuration as it was run: in the run folder and with the loggers."""
+    folder = Path(cfg.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(cfg, folder / "config.yaml", resolve=True)
+    settings: Any = OmegaConf.to_container(cfg, resolve=True)
+    for logger in trainer.loggers:
+        logger.log_hyperparams(settings)
+
+
+def fit(trainer: L.Trainer, module: L.LightningModule, **options: Any) -> None:
+    """Train; whatever ends it early ends the ranks that Lightning started as well."""
+    try:
+        trainer.fit(module, weights_only=True, **options)
+    except SystemExit as end:
+        # Lightning makes an exit of Ctrl-C; of SIGTERM it makes a subclass.
+        if type(end) is SystemExit and trainer.interrupted:
+            raise KeyboardInterrupt from None
+        raise
+    except Exception:
+        # Waiting for this one in a collective, they would add a traceback each.
+        if kill := getattr(trainer.strategy.launcher, "kill", None):
+            kill(signal.SIGKILL)
+        raise
+
+
+def check_checkpoint(path: str | None) -> None:
+    """Raise before anything is loaded if there is nothing to resume from."""
+    if path is None or path in _CHECKPOINT_KEYWORDS or Path(path).exists():
+        return
+    raise UserError(
+        f"ckpt_path: there is no checkpoint {path}; runs keep theirs in their folder's checkpoints/"
+    )
+
+
+def optimized(name: str | None, metrics: dict[str, float]) -> float | None:
+    """The metric a sweeper asks for."""
+    if name is None:
+        return None
+    if name not in metrics:
+        raise UserError(f"optimized_metric: no metric '{name}'; logged: {', '.join(metrics)}")
+    return metrics[name]
+
+
+def tell_where(folder: Path) -> None:
+    """Name what a run leaves behind that people look for."""
+    kept = {"run folder": folder, "model": folder / "model", "best model": folder / "model-best"}
+    lines = [f"{what:12}{path}\n" for what, path in kept.items() if path.is_dir()]
+    sys.stdout.write("".join(lines))

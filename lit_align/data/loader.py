@@ -1,0 +1,211 @@
+"""Batches in an order that can be taken up again anywhere, the same on any number of ranks.
+
+Lightning takes any sized iterable with a state for a resumable loader. A plain `DataLoader` would
+start its epoch anew after a resume; an unsized iterable would be read one batch ahead.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lit_align.errors import UserError
+
+Batch = dict[str, Tensor]
+Rows = Sequence[int]
+
+
+class SizedRows(Protocol):
+    """A data set with a length and rows by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: int) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Replica:
+    """Which of the processes that share the rows this one is."""
+
+    rank: int = 0
+    num_replicas: int = 1
+
+
+class PairLoader:
+    """Every row exactly once an epoch over all ranks, in batches that know their window.
+
+    The order of the rows is a function of seed and epoch alone. Micro-batch j is cut from it at
+    `j * batch_size * num_replicas`, and its rows are dealt out to the ranks in turn; the last one
+    may be smaller. A rank that would get nothing of it is given a filler row, which keeps the
+    ranks in step and must not count.
+
+    To what `collate` makes, each batch adds
+
+    * `pair_mask` (B,) bool: False for a filler row;
+    * `window_pairs` () float32: the pairs, over all ranks, of the optimizer step that the batch
+      belongs to. Steps are counted as Lightning does: `accumulate` micro-batches, and fewer where
+      the epoch or `limit_batches` ends.
+
+    Args:
+        rows: the data set.
+        collate: from a list of rows to a batch with an `index` (B,); picklable.
+        batch_size: rows of a micro-batch on each rank.
+        seed: of the order; the global random state is left alone.
+        shuffle: False: the rows in their order, every epoch.
+        num_workers: processes that read and collate ahead.
+        replica: this process among those that share the rows.
+        epoch: to begin with.
+        accumulate: micro-batches of an optimizer step, or a function that knows when asked.
+        limit_batches: micro-batches of an epoch (int) or share of them (float), or a function.
+    """
+
+    def __init__(
+        self,
+        rows: SizedRows,
+        collate: Callable[[list[Any]], Batch],
+        *,
+        batch_size: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        num_workers: int = 0,
+        replica: Replica | None = None,
+        epoch: int = 0,
+        accumulate: int | Callable[[], int] = 1,
+        limit_batches: float | Callable[[], float] = 1.0,
+    ) -> None:
+        self.rows = rows
+        self.collate = collate
+        self.batch_size = batch_size
+        self.seed = seed
+        self.shuffle = shuffle
+        self.num_workers = num_workers
+        self.replica = replica or Replica()
+        self.epoch = epoch
+        self.accumulate = accumulate
+        self.limit_batches = limit_batches
+        self._done = 0
+        self._resume_at = 0
+
+    def __len__(self) -> int:
+        """Micro-batches of an epoch, before any limit."""
+        return math.ceil(len(self.rows) / self._stride)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """An epoch from its start, or, once after `load_state_dict`, the rest of it."""
+        # In a generator nothing happens before the first batch is asked for: Lightning calls
+        # iter() early and more than once, and callbacks may set `accumulate` in between.
+        first, self._resume_at = self._resume_at, 0
+        last = self._epoch_batches()
+        if first >= last:
+            self.epoch, first = self.epoch + 1, 0
+        order = self._order(self.epoch)
+        for number, batch in enumerate(self._collated(order, first, last), first):
+            # Lightning never asks a sized loader for more than its batches: what must have
+            # happened by the end of the epoch happens before its last batch is handed over.
+            self._done = (number + 1) % last
+            self.epoch += number + 1 == last
+            yield batch | self._stamps(batch, number, last)
+
+    def first_rows(self, batches: float, epochs: float = math.inf) -> list[int]:
+        """Row numbers that a run reads on all ranks until it ends, in order.
+
+        Args:
+            batches: micro-batches of the run, counted from its first epoch; may be infinite.
+            epochs: after which it ends at the latest; may be infinite.
+        """
+        rows: set[int] = set()
+        epoch, taken = 0, self._epoch_batches()
+        while taken and batches > 0 and epoch < epochs and len(rows) < len(self.rows):
+            rows.update(self._order(epoch)[: self._rows_before(int(min(batches, taken)))])
+            if not self.shuffle:
+                break
+            batches, epoch = batches - taken, epoch + 1
+        return sorted(rows)
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the next batch begins: plain numbers, the same on all ranks."""
+        return {
+            "epoch": self.epoch,
+            "rows_seen": self._rows_before(self._done),
+            "rows": len(self.rows),
+            "seed": self.seed,
+            "shuffle": int(self.shuffle),
+        }
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from there, if need be with another batch size or on another number of ranks.
+
+        Raises:
+            UserError: if the rows or their order are others, or no batch begins there.
+        """
+        ours = self.state_dict()
+        for name in ("rows", "seed", "shuffle"):
+            if state[name] != ours[name]:
+                raise UserError(
+                    f"cannot resume: the checkpoint was written with {name}={state[name]} in the "
+                    f"data, not {ours[name]}; resume with the same data, seed and shuffling"
+                )
+        done, rest = divmod(state["rows_seen"], self._stride)
+        if rest:
+            raise UserError(
+                f"cannot resume after {state['rows_seen']} rows of an epoch with {self._stride} "
+                "rows at a time (batch size x ranks): take a batch size or number of ranks that "
+                "divides, or a checkpoint from the end of an epoch"
+            )
+        self.epoch = state["epoch"]
+        self._done = self._resume_at = done
+
+    @property
+    def _stride(self) -> int:
+        """Rows of a micro-batch over all ranks."""
+        return self.batch_size * self.replica.num_replicas
+
+    def _rows_before(self, number: int) -> int:
+        """Rows of an epoch before a micro-batch."""
+        return min(number * self._stride, len(self.rows))
+
+    def _epoch_batches(self) -> int:
+        """Micro-batches of an epoch, cut as Lightning cuts them."""
+        limit = self.limit_batches() if callable(self.limit_batches) else self.limit_batches
+        return min(len(self), limit) if isinstance(limit, int) else int(len(self) * limit)
+
+    def _order(self, epoch: int) -> list[int]:
+        if not self.shuffle:
+            return list(range(len(self.rows)))
+        seed = (self.seed * 1_000_003 + epoch) % 2**63
+        return torch.randperm(
+            len(self.rows), generator=torch.Generator().manual_seed(seed)
+        ).tolist()
+
+    def _collated(self, order: list[int], first: int, last: int) -> Iterator[Batch]:
+        """This rank's share of the micro-batches `first` to `last`."""
+        shares = []
+        for number in range(first, last):
+            rows = order[self._rows_before(number) : self._rows_before(number + 1)]
+            share = rows[self.replica.rank :: self.replica.num_replicas]
+            shares.append(share or rows[:1])
+        # Without a generator of its own, each epoch would draw from the global one.
+        loader: DataLoader[Any] = DataLoader(
+            self.rows,  # type: ignore[arg-type]
+            batch_sampler=shares,
+            collate_fn=self.collate,
+            num_workers=self.num_workers,
+            generator=torch.Generator(),
+        )
+        return iter(loader)
+
+    def _stamps(self, batch: Batch, number: int, last: int) -> Batch:
+        accumulate = self.accumulate() if callable(self.accumulate) else self.accumulate
+        start = number - number % accumulate
+        end = min(start + accumulate, last)
+        pairs = self._rows_before(end) - self._rows_before(start)
+        rows = self._rows_before(number + 1) - self._rows_before(number)
+        is_real = self.replica.rank < rows
+        return {
+            "pair_mask": torch.full(batch["index"].shape, is_real),
+            "window_pairs": torch.tensor(float(pairs)),
+        }

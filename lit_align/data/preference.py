@@ -1,0 +1,268 @@
+"""Preference pairs for a Trainer."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from typing import Any
+
+import lightning as L
+import torch
+from datasets import Dataset
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+from transformers import PreTrainedTokenizerBase
+
+from lit_align.data.loader import PairLoader, Replica
+from lit_align.data.pairs import PairCollate, PairRows
+from lit_align.data.preparation import Preparation
+from lit_align.data.sources import Source, open_source
+from lit_align.data.tokenise import TRUNCATIONS, PairTokeniser
+from lit_align.errors import UserError
+
+Place = str | PathLike[str]
+
+
+class PreferenceDataModule(L.LightningDataModule):
+    """Pairs of a preferred and a rejected answer, tokenised once and kept.
+
+    A row has `chosen` and `rejected`, and a `prompt` or a beginning that both share; each a text
+    or a list of messages (`role`, `content`). Conversations may come with `tools` and
+    `chat_template_kwargs`. `lit_align.data.rows` says what is accepted.
+
+    Args:
+        path: a JSONL, JSON or Parquet file, a folder written by `save_to_disk`, or a name on the
+            hub (`owner/name` or `owner/name:configuration`).
+        split: part of a folder or hub data set to train on.
+        val_path: a second file, folder or name to validate on.
+        val_split: or a further split of `path`; or the share of its pairs, between 0 and 1, to
+            take from training for that, chosen by `seed`.
+        max_length: tokens of prompt and answer together, at least 2; None: no limit.
+        truncation: "right" cuts the ends of answers, and drops pairs whose prompt leaves them no
+            room; "left" cuts beginnings of prompts, by what the longer answer of a pair needs.
+        batch_size: pairs of a micro-batch on each rank.
+        val_batch_size: the same for validation; None: `batch_size`.
+        num_workers: processes that read ahead.
+        seed: of the order of the rows and of the fraction for validation.
+        shuffle: whether training rows come in a new order every epoch.
+        on_bad_row: "raise" stops at a row that cannot be used; "skip" leaves it out and counts.
+        chat_template_kwargs: variables for the chat template of all rows. A template that writes
+            today's date writes the date of the first run, or the one given here.
+        max_rows: train on the first so many pairs only.
+        val_max_rows: validate on the first so many pairs only.
+        cache_dir: folder of tokenised pairs; None: $LIT_ALIGN_CACHE, else ~/.cache/lit_align.
+        tokenizer: None: that of the module in training.
+
+    Attributes:
+        train_rows: after `setup`; `index` runs from 0.
+        val_rows: after `setup`, empty without validation; `index` runs on from the training rows.
+    """
+
+    train_rows: PairRows
+    val_rows: PairRows
+
+    def __init__(  # noqa: PLR0913 - the configuration file sets each of them
+        self,
+        path: Place,
+        *,
+        split: str = "train",
+        val_path: Place | None = None,
+        val_split: str | float | None = None,
+        max_length: int | None = 1024,
+        truncation: str = "right",
+        batch_size: int = 8,
+        val_batch_size: int | None = None,
+        num_workers: int = 0,
+        seed: int = 0,
+        shuffle: bool = True,
+        on_bad_row: str = "raise",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        max_rows: int | None = None,
+        val_max_rows: int | None = None,
+        cache_dir: Place | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        super().__init__()
+        self.path = path
+        self.split = split
+        self.val_path = val_path
+        self.val_split = val_split
+        self.batch_size = batch_size
+        self.val_batch_size = val_batch_size or batch_size
+        self.num_workers = num_workers
+        self.seed = seed
+        self.shuffle = shuffle
+        self.on_bad_row = on_bad_row
+        self.max_rows = max_rows
+        self.val_max_rows = val_max_rows
+        self.cache_dir = cache_dir
+        self.tokenising: dict[str, Any] = {
+            "max_length": max_length,
+            "truncation": truncation,
+            "chat_template_kwargs": dict(chat_template_kwargs or {}),
+        }
+        self._tokenizer = tokenizer
+        self._loader: PairLoader | None = None
+        self._loader_state: dict[str, int] | None = None
+        self._check()
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The one given, else that of the module in training."""
+        module = self.trainer.lightning_module if self.trainer else None
+        tokenizer = self._tokenizer or getattr(module, "tokenizer", None)
+        if tokenizer is None:
+            raise UserError(
+                "there is no tokenizer: PreferenceDataModule(..., tokenizer=...) outside a "
+                "Trainer or with a module that has none"
+            )
+        return tokenizer
+
+    @property
+    def collate(self) -> PairCollate:
+        """Makes a batch of rows."""
+        tokenizer = self.tokenizer
+        ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+        return PairCollate(next(token_id for token_id in ids if token_id is not None))
+
+    def prepare_data(self) -> None:
+        for source, limit in self._sources():
+            self._preparation()(source, limit)
+
+    def setup(self, stage: str | None = None) -> None:
+        if hasattr(self, "train_rows"):
+            return
+        prepare = self._preparation()
+        prepared = [prepare(source, limit) for source, limit in self._sources()]
+        for (source, _), (_, summary) in zip(self._sources(), prepared, strict=True):
+            rank_zero_info(f"{source.name}: {summary.describe()}")
+        self.train_rows, self.val_rows = self._parts([pairs for pairs, _ in prepared])
+
+    def train_dataloader(self) -> PairLoader:
+        trainer = self.trainer
+        self._loader = PairLoader(
+            self.train_rows,
+            self.collate,
+            batch_size=self.batch_size,
+            seed=self.seed,
+            shuffle=self.shuffle and not getattr(trainer, "overfit_batches", 0),
+            num_workers=self.num_workers,
+            replica=self._replica(),
+            epoch=trainer.current_epoch if trainer else 0,
+            # Asked at every batch: a schedule of accumulation changes it between epochs.
+            accumulate=lambda: trainer.accumulate_grad_batches if trainer else 1,
+            limit_batches=lambda: trainer.limit_train_batches if trainer else 1.0,
+        )
+        if self._loader_state is not None:
+            self._loader.load_state_dict(self._loader_state)
+            self._loader_state = None
+        return self._loader
+
+    def val_dataloader(self) -> PairLoader | list[PairLoader]:
+        if not len(self.val_rows):
+            # Lightning wonders whether an empty list was intended; it was.
+            warnings.filterwarnings("ignore", "Total length of `list` across ranks is zero")
+            return []
+        return PairLoader(
+            self.val_rows,
+            self.collate,
+            batch_size=self.val_batch_size,
+            shuffle=False,
+            num_workers=self.num_workers,
+            replica=self._replica(),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of the training loader.
+
+        Lightning also keeps what the loader itself says, but never gives it back to a loader that
+        was made early, as it is for a schedule that asks how many steps there will be.
+        """
+        return {} if self._loader is None else {"loader": self._loader.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
+            return
+        self._loader_state = state_dict.get("loader")
+        # Under strategies that shard, checkpoints are read after such an early loader was made.
+        if self._loader is not None and self._loader_state is not None:
+            self._loader.load_state_dict(self._loader_state)
+
+    def _replica(self) -> Replica:
+        """Not the global rank: ranks that hold parts of one model must see the same rows."""
+        shared = self.trainer.distributed_sampler_kwargs if self.trainer else None
+        return Replica(**(shared or {}))
+
+    def _preparation(self) -> Preparation:
+        tokeniser = PairTokeniser(self.tokenizer, **self.tokenising)
+        return Preparation(tokeniser, self.on_bad_row, self.cache_dir)
+
+    def _sources(self) -> list[tuple[Source, int | None]]:
+        """What to read, and how many pairs of it: for training, then for validation if apart."""
+        if isinstance(self.val_split, float):
+            return [(open_source(self.path, self.split), None)]
+        sources = [(open_source(self.path, self.split), self.max_rows)]
+        if self.val_path is not None:
+            sources.append((open_source(self.val_path, "train"), self.val_max_rows))
+        elif self.val_split is not None:
+            sources.append((open_source(self.path, self.val_split), self.val_max_rows))
+        return sources
+
+    def _parts(self, pairs: list[Dataset]) -> tuple[PairRows, PairRows]:
+        """Rows for training and validation."""
+        train, val = pairs[0], pairs[-1]
+        train_positions: Sequence[int] = range(len(train))
+        val_positions: Sequence[int] = range(len(val) if len(pairs) > 1 else 0)
+        if isinstance(self.val_split, float):
+            train_positions, val_positions = split_rows(len(train), self.val_split, self.seed)
+            train_positions = train_positions[: self.max_rows]
+            val_positions = val_positions[: self.val_max_rows]
+        train_rows = PairRows(train, train_positions)
+        return train_rows, PairRows(val, val_positions, first_index=len(train_rows))
+
+    def _check(self) -> None:
+        """Refuse at once what cannot work."""
+        for name, value, known in (
+            ("truncation", self.tokenising["truncation"], TRUNCATIONS),
+            ("on_bad_row", self.on_bad_row, ("raise", "skip")),
+        ):
+            if value not in known:
+                raise UserError(f"data.{name} must be one of {', '.join(known)}, not {value!r}")
+        for name, value, least in (
+            ("max_length", self.tokenising["max_length"], 2),
+            ("batch_size", self.batch_size, 1),
+            ("val_batch_size", self.val_batch_size, 1),
+            ("max_rows", self.max_rows, 1),
+            ("val_max_rows", self.val_max_rows, 1),
+            ("num_workers", self.num_workers, 0),
+        ):
+            if value is not None and value < least:
+                raise UserError(f"data.{name} must be at least {least}, not {value}")
+        self._check_validation()
+
+    def _check_validation(self) -> None:
+        if self.val_path is not None and self.val_split is not None:
+            raise UserError(
+                "data.val_path and data.val_split exclude each other: set one of them to null"
+            )
+        if isinstance(self.val_split, str) or self.val_split is None:
+            return
+        if not 0 < self.val_split < 1:
+            raise UserError(
+                "data.val_split must be the name of a split or a share between 0 and 1, "
+                f"not {self.val_split}"
+            )
+
+
+def split_rows(rows: int, share: float, seed: int) -> tuple[list[int], list[int]]:
+    """Row numbers to train on and to validate on, both in order, at least one each.
+
+    Args:
+        rows: to divide, at least 2.
+        share: for validation, between 0 and 1.
+        seed: which rows that are.
+    """
+    if rows < len(("train", "val")):
+        raise UserError(f"{rows} pair cannot be divided into training and validation")
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed)).tolist()
+    val = min(max(round(rows * share), 1), rows - 1)
+    return sorted(order[val:]), sorted(order[:val])

@@ -1,0 +1,221 @@
+"""One row of preference data: what it may look like, and what is wrong with it if it does not.
+
+Accepted are texts or conversations (lists of `{"role": ..., "content": ...}`), with the prompt in
+a column of its own or as the beginning that both answers share.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Message = dict[str, Any]
+
+COLUMNS = ("prompt", "chosen", "rejected", "tools", "chat_template_kwargs")
+REQUIRED = ("chosen", "rejected")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "environment")
+
+
+class RowError(ValueError):
+    """What is wrong with one row; whoever reads the file adds where it stands."""
+
+
+@dataclass(frozen=True)
+class PreferenceRow:
+    """A prompt and two answers, all texts or all lists of messages.
+
+    Attributes:
+        prompt: what both answers follow; a text may be empty, a conversation never is.
+        chosen: the better answer, without the prompt.
+        rejected: the other answer, without the prompt.
+        tools: descriptions of functions for the chat template.
+        chat_template_kwargs: further variables of the chat template.
+    """
+
+    prompt: str | list[Message]
+    chosen: str | list[Message]
+    rejected: str | list[Message]
+    tools: list[Any] | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_conversation(self) -> bool:
+        return isinstance(self.prompt, list)
+
+    @property
+    def drop_reason(self) -> str | None:
+        """Why there is nothing to learn from this row, if so."""
+        if self.chosen == self.rejected:
+            return "identical"
+        for name in REQUIRED:
+            if _is_empty(getattr(self, name)):
+                return f"empty {name}"
+        return None
+
+
+def read_row(row: object) -> PreferenceRow:
+    """The preference in one row of a file; columns of other names do not matter.
+
+    Raises:
+        RowError: naming the field and what is wrong with it.
+    """
+    if not isinstance(row, Mapping):
+        raise RowError(f"a row must be an object with 'chosen' and 'rejected', not {_kind(row)}")
+    chosen, rejected = (_turns(name, _required(row, name)) for name in REQUIRED)
+    prompt = None if _is_absent(row.get("prompt")) else _turns("prompt", row["prompt"])
+    prompt, chosen, rejected = _explicit(prompt, chosen, rejected)
+    tools = _tools(row.get("tools"))
+    template_kwargs = _template_kwargs(row.get("chat_template_kwargs"))
+    if isinstance(prompt, list):
+        _check_conversation(prompt, chosen, rejected)
+    elif tools or template_kwargs:
+        raise RowError("'tools' and 'chat_template_kwargs' need a conversation, not plain texts")
+    return PreferenceRow(prompt, chosen, rejected, tools, template_kwargs)
+
+
+def _explicit(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
+    """Prompt and answers apart, and of one kind."""
+    if isinstance(chosen, list) != isinstance(rejected, list):
+        raise RowError("one of 'chosen' and 'rejected' is a text and the other a list of messages")
+    if prompt is None:
+        return _split_at_common_prefix(chosen, rejected)
+    if isinstance(prompt, str) and isinstance(chosen, list):
+        if all(first["role"] == "assistant" for first in [*chosen[:1], *rejected[:1]]):
+            return [{"role": "user", "content": prompt}], chosen, rejected
+        # Conversations that hold the prompt already, which the column only repeats as text.
+        return _split_at_common_prefix(chosen, rejected)
+    if isinstance(prompt, list):
+        return prompt, _without_prompt(prompt, chosen), _without_prompt(prompt, rejected)
+    return prompt, chosen, rejected
+
+
+def _split_at_common_prefix(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
+    """Characters of texts, whole messages of conversations."""
+    length = shared_length(chosen, rejected)
+    if isinstance(chosen, list) and not length:
+        raise RowError("'chosen' and 'rejected' share no first message, so there is no prompt")
+    return chosen[:length], chosen[length:], rejected[length:]
+
+
+def shared_length(*sequences: Sequence[Any]) -> int:
+    """How many first items all the sequences have in common."""
+    for position, items in enumerate(zip(*sequences, strict=False)):
+        if any(item != items[0] for item in items):
+            return position
+    return min(map(len, sequences))
+
+
+def _without_prompt(prompt: list[Message], answer: str | list[Message]) -> list[Message]:
+    """The messages of an answer, which may be one text or may repeat the prompt."""
+    if isinstance(answer, str):
+        return [{"role": "assistant", "content": answer}]
+    repeats = len(answer) > len(prompt) and answer[: len(prompt)] == prompt
+    return answer[len(prompt) :] if repeats else answer
+
+
+def _check_conversation(prompt: Any, chosen: Any, rejected: Any) -> None:
+    """An answer that began with a user's words would train the policy to say them."""
+    if not prompt:
+        raise RowError("field 'prompt' is an empty list: a conversation needs a message")
+    for name, answer in (("chosen", chosen), ("rejected", rejected)):
+        if answer and answer[0]["role"] != "assistant":
+            raise RowError(
+                f"field '{name}': the answer begins with a message of role "
+                f"'{answer[0]['role']}', not 'assistant'"
+            )
+
+
+def _required(row: Mapping[str, Any], name: str) -> Any:
+    if _is_absent(row.get(name)):
+        raise RowError(f"field '{name}' is missing (the row has: {', '.join(map(str, row))})")
+    return row[name]
+
+
+def _turns(name: str, value: object) -> str | list[Message]:
+    """A text as it is, a list of messages checked."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        return [_message(f"field '{name}', message {n}", item) for n, item in enumerate(value, 1)]
+    raise RowError(f"field '{name}' must be a text or a list of messages, not {_kind(value)}")
+
+
+def _message(place: str, value: object) -> Message:
+    if not isinstance(value, Mapping):
+        raise RowError(f"{place} must be an object with 'role' and 'content', not {_kind(value)}")
+    message: Message = without_nulls(value)
+    if "role" not in message:
+        raise RowError(f"{place}: 'role' is missing (it has: {', '.join(message)})")
+    if message["role"] not in ROLES:
+        raise RowError(f"{place}: unknown role {message['role']!r} (known: {', '.join(ROLES)})")
+    if message.get("tool_calls"):
+        # A turn that only calls a function has no words; templates would print "None" for them.
+        message = {"content": "", **message, "tool_calls": _calls(message["tool_calls"])}
+    if not isinstance(message.get("content"), str):
+        raise RowError(f"{place}: 'content' must be a text, not {_kind(message.get('content'))}")
+    return message
+
+
+def without_nulls(value: Any) -> Any:
+    """Keys without a value left out at any depth: Arrow adds to each row the keys of the others."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
+
+
+def _calls(calls: Any) -> Any:
+    """Calls with their arguments as objects, which is what chat templates expect."""
+    for call in calls if isinstance(calls, list) else []:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            # What a model wrote need not be JSON; such a call stays the text it is.
+            function["arguments"] = _parsed(function["arguments"], function["arguments"])
+    return calls
+
+
+def _parsed(text: str, otherwise: Any) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return otherwise
+
+
+def _tools(value: Any) -> list[Any] | None:
+    if isinstance(value, str):
+        value = _parsed(value, value)
+    elif not _is_absent(value):
+        value = without_nulls(value)
+    if _is_absent(value) or value == []:
+        return None
+    if not isinstance(value, list):
+        raise RowError(f"field 'tools' must be a list, also as JSON text, not {_kind(value)}")
+    return value
+
+
+def _template_kwargs(value: Any) -> dict[str, Any]:
+    if isinstance(value, str):
+        value = _parsed(value, value)
+    if _is_absent(value):
+        return {}
+    if not isinstance(value, Mapping):
+        raise RowError(f"field 'chat_template_kwargs' must be an object, not {_kind(value)}")
+    return dict(without_nulls(value))
+
+
+def _is_empty(answer: str | list[Message]) -> bool:
+    if isinstance(answer, str):
+        return not answer
+    return not any(message["content"] or message.get("tool_calls") for message in answer)
+
+
+def _is_absent(value: object) -> bool:
+    """None, and the NaN that stands for it in tables of numbers."""
+    return value is None or (isinstance(value, float) and value != value)  # noqa: PLR0124
+
+
+def _kind(value: object) -> str:
+    """A JSON name for the type of a value."""
+    names = {type(None): "null", dict: "an object", list: "a list", str: "a text", bool: "a truth"}
+    return names.get(type(value), f"{type(value).__name__} {value!r}"[:40])

@@ -1,0 +1,217 @@
+"""Where rows come from: files, folders and the hub, all as (place, row).
+
+JSON is read here line by line rather than through `datasets`, which would infer one schema for
+the whole file and could not say which line is wrong.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, Protocol
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+from datasets.exceptions import DatasetsError
+
+from lit_align.data.cache import file_digest
+from lit_align.data.rows import COLUMNS, REQUIRED, RowError
+from lit_align.errors import UserError
+
+Placed = Iterator[tuple[str, object]]
+READ_AT_ONCE = 1000
+
+
+class Source(Protocol):
+    """A data set that has not been read yet."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+
+    def content(self) -> str:
+        """Identity of what is in it: equal content, equal text, wherever it lies."""
+
+    def __iter__(self) -> Placed:
+        """Each row with the words that say where it stands; a `RowError` for an unreadable one."""
+
+
+@dataclass(frozen=True)
+class JsonLines:
+    """One JSON object a line; empty lines do not count."""
+
+    name: str
+    path: Path
+
+    def content(self) -> str:
+        return file_digest(self.path)
+
+    def __iter__(self) -> Placed:
+        with self.path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield f"line {number}", _parse(line)
+
+
+def _parse(line: bytes) -> object:
+    try:
+        return json.loads(line.rstrip())
+    except UnicodeDecodeError as error:
+        return RowError(f"it is not UTF-8: {error.reason} at byte {error.start + 1}")
+    except json.JSONDecodeError as error:
+        return RowError(f"it is not JSON: {error.msg} at column {error.colno}")
+    except RecursionError:
+        return RowError("its JSON is nested too deeply")
+
+
+@dataclass(frozen=True)
+class JsonList:
+    """One JSON list of objects."""
+
+    name: str
+    path: Path
+
+    def content(self) -> str:
+        return file_digest(self.path)
+
+    def __iter__(self) -> Placed:
+        try:
+            rows = json.loads(self.path.read_bytes())
+        except json.JSONDecodeError as error:
+            raise UserError(
+                f"{self.name}, line {error.lineno}: it is not JSON: {error.msg} at column "
+                f"{error.colno} (a file with one object a line must be called .jsonl)"
+            ) from error
+        except ValueError as error:
+            raise UserError(f"{self.name} is not UTF-8: {error}") from error
+        if not isinstance(rows, list):
+            raise UserError(f"{self.name} must hold a list of objects, not one object")
+        return ((f"item {number}", row) for number, row in enumerate(rows, 1))
+
+
+@dataclass(frozen=True)
+class Parquet:
+    """A Parquet file."""
+
+    name: str
+    path: Path
+
+    def content(self) -> str:
+        return file_digest(self.path)
+
+    def __iter__(self) -> Placed:
+        with _open_parquet(self) as file:
+            columns = _known_columns(self.name, file.schema_arrow.names)
+            number = 0
+            for batch in file.iter_batches(READ_AT_ONCE, columns=columns):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"row {number}", row
+
+
+def _open_parquet(source: Parquet) -> Any:
+    try:
+        return pq.ParquetFile(source.path)
+    except pa.ArrowInvalid as error:
+        raise UserError(f"{source.name} is not a Parquet file: {error}") from error
+
+
+@dataclass(frozen=True)
+class Table:
+    """A data set of the `datasets` library."""
+
+    name: str
+    dataset: Dataset
+
+    def content(self) -> str:
+        columns = _known_columns(self.name, self.dataset.column_names)
+        # The library's own fingerprint differs between processes for a data set that has passed
+        # through a function.
+        content = hashlib.sha256(repr(columns).encode())
+        chunks = self.dataset.select_columns(columns).with_format("arrow").iter(READ_AT_ONCE)
+        for chunk in chunks:
+            for batch in chunk.combine_chunks().to_batches():
+                content.update(batch.serialize())
+        return content.hexdigest()
+
+    def __iter__(self) -> Placed:
+        columns = _known_columns(self.name, self.dataset.column_names)
+        for number, row in enumerate(self.dataset.select_columns(columns), 1):
+            yield f"row {number}", row
+
+
+def _known_columns(name: str, columns: list[str]) -> list[str]:
+    """The columns that mean something here, in a fixed order."""
+    for column in REQUIRED:
+        if column not in columns:
+            raise UserError(f"{name} has no column '{column}' (it has: {', '.join(columns)})")
+    return [column for column in COLUMNS if column in columns]
+
+
+FILES: dict[str, Callable[[str, Path], Source]] = {
+    ".json": JsonList,
+    ".jsonl": JsonLines,
+    ".ndjson": JsonLines,
+    ".parquet": Parquet,
+}
+
+
+def open_source(path: str | PathLike[str], split: str) -> Source:
+    """The data set that a file, a folder or a name on the hub stands for.
+
+    Args:
+        path: of a JSONL, JSON or Parquet file, or of a folder written by `save_to_disk`; else a
+            name on the hub, `name`, `owner/name` or with `:configuration` at its end.
+        split: which part of a folder or hub data set; a file has only "train", all of it.
+
+    Raises:
+        UserError: if there is no such file, format, name or split.
+    """
+    place = Path(path).expanduser()
+    if place.is_dir():
+        return _from_folder(place, split)
+    if place.is_file():
+        return _from_file(place, split)
+    if place.suffix in FILES or place.is_absolute() or len(place.parts) > len(("owner", "name")):
+        raise UserError(f"there is no file {path}")
+    return _from_hub(str(path), split)
+
+
+def _from_file(path: Path, split: str) -> Source:
+    if path.suffix not in FILES:
+        raise UserError(
+            f"{path.name}: files of the kind '{path.suffix}' cannot be read (known: "
+            f"{', '.join(FILES)}, folders written by save_to_disk, and names on the hub)"
+        )
+    if split != "train":
+        raise UserError(f"{path.name} is a single file and has no split '{split}'")
+    return FILES[path.suffix](path.name, path)
+
+
+def _from_folder(path: Path, split: str) -> Source:
+    if not any((path / mark).exists() for mark in ("state.json", "dataset_dict.json")):
+        return _from_hub(str(path), split)
+    data = load_from_disk(str(path))
+    if isinstance(data, DatasetDict):
+        if split not in data:
+            raise UserError(f"{path.name} has no split '{split}' (it has: {', '.join(data)})")
+        return Table(f"{path.name} ({split})", data[split])
+    if split != "train":
+        raise UserError(f"{path.name} is a single data set and has no split '{split}'")
+    return Table(path.name, data)
+
+
+def _from_hub(path: str, split: str) -> Source:
+    name, _, configuration = path.partition(":")
+    try:
+        data = load_dataset(name, configuration or None, split=split)
+    # Missing, private, unreachable, of an unknown configuration or split: the library has one
+    # exception for each and says in it what is the case.
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
+        raise UserError(
+            f"'{path}' is no file or folder here, and as a data set it cannot be loaded: {error}"
+        ) from error
+    return Table(f"{Path(name).name} ({split})", data)

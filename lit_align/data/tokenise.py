@@ -1,0 +1,235 @@
+"""From texts and conversations to token ids: where the prompt ends, and what is cut.
+
+Prompt and answer are always tokenised together, as the model will read them, and the border
+between them is looked for among the token ids. Tokenising the halves apart would give the policy
+ids at the border that it never sees otherwise; counting the tokens of the prompt alone would put
+the border behind or inside a token that spans it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import tokenizers
+import transformers
+from transformers import PreTrainedTokenizerBase
+
+from lit_align.data.cache import digest
+from lit_align.data.rows import PreferenceRow, RowError, shared_length
+
+
+class Pair(NamedTuple):
+    """Token ids of a pair; both answers follow the same prompt ids."""
+
+    prompt_ids: list[int]
+    chosen_ids: list[int]
+    rejected_ids: list[int]
+
+    @property
+    def drop_reason(self) -> str | None:
+        """Why there is nothing to learn from this pair, if so."""
+        # Nothing predicts the first token of all.
+        unscored = 0 if self.prompt_ids else 1
+        if min(len(self.chosen_ids), len(self.rejected_ids)) <= unscored:
+            return "empty"
+        return "identical" if self.chosen_ids == self.rejected_ids else None
+
+
+class Kept(NamedTuple):
+    """A pair to learn from, and whether it lost tokens."""
+
+    pair: Pair
+    truncated: bool
+
+
+class Dropped(NamedTuple):
+    """Stands for a row that holds nothing to learn from."""
+
+    reason: str
+
+
+class Rendered(NamedTuple):
+    """What the model reads before it answers, and the same with either answer."""
+
+    prompt: str
+    chosen: str
+    rejected: str
+
+
+@dataclass(frozen=True)
+class PairTokeniser:
+    """Turns rows into pairs of token ids.
+
+    Args:
+        tokenizer: of the policy.
+        max_length: tokens of prompt and answer together, at least 2; None: no limit.
+        truncation: which end is cut, a key of `TRUNCATIONS`.
+        chat_template_kwargs: variables of the chat template; those of a row come first.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    max_length: int | None = 1024
+    truncation: str = "right"
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, rows: Sequence[PreferenceRow]) -> list[Kept | Dropped | RowError]:
+        """What becomes of each row, in their order."""
+        outcomes: dict[int, Kept | Dropped | RowError] = {}
+        texts: dict[bool, dict[int, Rendered]] = {True: {}, False: {}}
+        for position, row in enumerate(rows):
+            try:
+                texts[row.is_conversation][position] = self._render(row)
+            except RowError as error:
+                outcomes[position] = error
+        for is_conversation, rendered in texts.items():
+            ids = self._encode(list(rendered.values()), is_conversation=is_conversation)
+            outcomes |= zip(rendered, map(self._fit, ids), strict=True)
+        return [outcomes[position] for position in range(len(rows))]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identity of everything that the ids of a text depend on."""
+        return digest(
+            tokenizer=_tokenizer_content(self.tokenizer),
+            max_length=self.max_length,
+            truncation=self.truncation,
+            chat_template_kwargs=dict(self.chat_template_kwargs),
+        )
+
+    def _render(self, row: PreferenceRow) -> Rendered:
+        if not row.is_conversation:
+            prompt = str(row.prompt)
+            return _encodable(Rendered(prompt, f"{prompt}{row.chosen}", f"{prompt}{row.rejected}"))
+        kwargs = {**self.chat_template_kwargs, **row.chat_template_kwargs}
+        render = partial(
+            self.tokenizer.apply_chat_template, tools=row.tools, tokenize=False, **kwargs
+        )
+        try:
+            return _encodable(_conversation(row, render))
+        except RowError:
+            raise
+        # A template is a program that came with the tokenizer: it may raise anything.
+        except Exception as error:
+            raise RowError(f"the chat template refuses it: {error}") from error
+
+    def _encode(self, texts: list[Rendered], *, is_conversation: bool) -> list[Pair]:
+        """Ids of the prompts and answers.
+
+        A chat template writes all special tokens itself. Texts get those that the tokenizer
+        puts around every text, and one end token.
+        """
+        if not texts:
+            return []
+        ids = self.tokenizer(
+            [text for rendered in texts for text in rendered],
+            add_special_tokens=not is_conversation,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )["input_ids"]
+        end = None if is_conversation else self.tokenizer.eos_token_id
+        triples = zip(ids[::3], ids[1::3], ids[2::3], strict=True)
+        return [
+            split_at_border(prompt, _ended(chosen, end), _ended(rejected, end))
+            for prompt, chosen, rejected in triples
+        ]
+
+    def _fit(self, pair: Pair) -> Kept | Dropped:
+        """Within `max_length`, and worth keeping."""
+        short = pair
+        if self.max_length is not None:
+            short = TRUNCATIONS[self.truncation](pair, self.max_length)
+        truncated = short != pair
+        if short.drop_reason:
+            return Dropped(f"{short.drop_reason}{' after truncation' if truncated else ''}")
+        return Kept(short, truncated)
+
+
+def split_at_border(prompt: list[int], chosen: list[int], rejected: list[int]) -> Pair:
+    """Ids of the prompt and of either answer, from the ids of the three texts.
+
+    The border lies where the three first differ. If a token spans the end of the prompt, that is
+    left of where the prompt ends, and equally so for both answers.
+
+    Args:
+        prompt: ids of the prompt alone.
+        chosen: ids of the prompt and the better answer.
+        rejected: ids of the prompt and the other answer.
+    """
+    border = shared_length(prompt, chosen, rejected)
+    return Pair(chosen[:border], chosen[border:], rejected[border:])
+
+
+def keep_start(pair: Pair, max_length: int) -> Pair:
+    """Cut the ends of the answers; a prompt that fills `max_length` leaves none of them."""
+    room = max(max_length - len(pair.prompt_ids), 0)
+    return Pair(pair.prompt_ids, pair.chosen_ids[:room], pair.rejected_ids[:room])
+
+
+def keep_end(pair: Pair, max_length: int) -> Pair:
+    """Cut the beginning of the prompt, by what the longer answer needs for both.
+
+    An answer that is longer than `max_length` itself takes the whole prompt and keeps its end.
+    """
+    longest = max(len(pair.chosen_ids), len(pair.rejected_ids))
+    start = max(len(pair.prompt_ids) + longest - max_length, 0)
+    return Pair(
+        pair.prompt_ids[start:], pair.chosen_ids[-max_length:], pair.rejected_ids[-max_length:]
+    )
+
+
+TRUNCATIONS: dict[str, Callable[[Pair, int], Pair]] = {"right": keep_start, "left": keep_end}
+
+
+def _conversation(row: PreferenceRow, render: Callable[..., str]) -> Rendered:
+    """The conversation as the chat template writes it.
+
+    Raises:
+        RowError: if the answers do not continue what the prompt alone looks like: templates
+            may drop the reasoning of all turns but the last, for one.
+    """
+    chosen, rejected = (render([*row.prompt, *answer]) for answer in (row.chosen, row.rejected))
+    prompt = render(row.prompt, add_generation_prompt=True)
+    if not (chosen.startswith(prompt) and rejected.startswith(prompt)):
+        # Only the words that open the answer may differ, such as an empty block of reasoning.
+        turns = render(row.prompt)
+        if not (chosen.startswith(turns) and rejected.startswith(turns)):
+            raise RowError("the chat template does not render the prompt as a prefix")
+    return Rendered(prompt, chosen, rejected)
+
+
+def _encodable(rendered: Rendered) -> Rendered:
+    try:
+        "".join(rendered).encode()
+    except UnicodeEncodeError as error:
+        raise RowError("it holds half of a UTF-16 surrogate pair, which is no character") from error
+    return rendered
+
+
+def _ended(ids: list[int], end: int | None) -> list[int]:
+    """With exactly one `end` behind, however many there were."""
+    if end is None:
+        return ids
+    length = len(ids)
+    while length and ids[length - 1] == end:
+        length -= 1
+    return [*ids[:length], end]
+
+
+def _tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Vocabulary, rules, special tokens and chat template, and what runs them, as plain values."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        rules: Any = [type(tokenizer).__name__, tokenizer.get_vocab()]
+    else:
+        rules = backend.to_str()
+        # Before these stand padding and truncation as whoever used it last has left them.
+        rules = rules[max(rules.find('"added_tokens"'), 0) :]
+    return {
+        "versions": [tokenizers.__version__, transformers.__version__],
+        "rules": rules,
+        "splits_special_tokens": getattr(tokenizer, "split_special_tokens", False),
+        "special_tokens": tokenizer.special_tokens_map,
+        "chat_template": tokenizer.chat_template,
+    }
