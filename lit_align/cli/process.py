@@ -38,10 +38,14 @@ def wait_for_first_rank() -> None:
 @contextmanager
 def left_as_found() -> Iterator[None]:
     """Undo what a run does to its process, so that the next one starts as the first did."""
+    import torch
+
     before = {name: os.environ.get(name) for name in RANK_VARIABLES}
+    threads = torch.get_num_threads()
     try:
         yield
     finally:
+        torch.set_num_threads(threads)
         for name, value in before.items():
             os.environ.pop(name, None)
             if value is not None:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
+import transformers
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
@@ -28,6 +30,8 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     """
     quieten()
     check_checkpoint(cfg.ckpt_path)
+    if cfg.num_threads is not None:
+        torch.set_num_threads(cfg.num_threads)
     L.seed_everything(cfg.seed, workers=True)
     datamodule, module = build(cfg.data), build(cfg.module)
     trainer = build_trainer(cfg)
@@ -73,6 +77,8 @@ def quieten() -> None:
     # Hydra's handlers show Lightning's messages and write them to the run's log.
     for name in ("lightning", "lightning.fabric", "lightning.pytorch"):
         logging.getLogger(name).handlers.clear()
+    # Loading and saving take a moment; the bars of transformers outlast them on the screen.
+    transformers.logging.disable_progress_bar()
     # An advertisement, and what torch 2.13 deprecates in Lightning 2.6.
     rank_zero = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     rank_zero.addFilter(lambda message: "litlogger" not in message.getMessage())

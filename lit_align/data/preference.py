@@ -1,5 +1,6 @@
 """Preference pairs for a Trainer."""
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from os import PathLike
@@ -8,12 +9,14 @@ from typing import Any
 import lightning as L
 import torch
 from datasets import Dataset
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
+from torch.utils.data import Subset
 from transformers import PreTrainedTokenizerBase
 
 from lit_align.data.loader import PairLoader, Replica
-from lit_align.data.pairs import PairCollate, PairRows
+from lit_align.data.pairs import PairCollate, PairIds, PairRows
 from lit_align.data.preparation import Preparation
 from lit_align.data.sources import Source, open_source
 from lit_align.data.tokenise import TRUNCATIONS, PairTokeniser
@@ -137,9 +140,28 @@ class PreferenceDataModule(L.LightningDataModule):
             rank_zero_info(f"{source.name}: {summary.describe()}")
         self.train_rows, self.val_rows = self._parts([pairs for pairs, _ in prepared])
 
+    def rows_of_fit(self) -> list[torch.utils.data.Dataset[PairIds]]:
+        """The rows that a fit reads: of training as far as it goes, of validation all or none."""
+        trainer: Any = self.trainer
+        schedules = (c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler))
+        most = [max(schedule.scheduling.values()) for schedule in schedules]
+        accumulate = max([trainer.accumulate_grad_batches, *most])
+        steps = math.inf if trainer.max_steps == -1 else trainer.max_steps
+        epochs = math.inf if trainer.max_epochs in (None, -1) else trainer.max_epochs
+        read = self._train_loader().first_rows(steps * accumulate, epochs)
+        validation = [self.val_rows] if trainer.enable_validation else []
+        return [Subset(self.train_rows, read), *validation]
+
     def train_dataloader(self) -> PairLoader:
+        self._loader = self._train_loader()
+        if self._loader_state is not None:
+            self._loader.load_state_dict(self._loader_state)
+            self._loader_state = None
+        return self._loader
+
+    def _train_loader(self) -> PairLoader:
         trainer = self.trainer
-        self._loader = PairLoader(
+        return PairLoader(
             self.train_rows,
             self.collate,
             batch_size=self.batch_size,
@@ -152,10 +174,6 @@ class PreferenceDataModule(L.LightningDataModule):
             accumulate=lambda: trainer.accumulate_grad_batches if trainer else 1,
             limit_batches=lambda: trainer.limit_train_batches if trainer else 1.0,
         )
-        if self._loader_state is not None:
-            self._loader.load_state_dict(self._loader_state)
-            self._loader_state = None
-        return self._loader
 
     def val_dataloader(self) -> PairLoader | list[PairLoader]:
         if not len(self.val_rows):

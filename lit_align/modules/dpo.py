@@ -112,13 +112,17 @@ class DPOModule(L.LightningModule):
         return self._tokenizer
 
     def configure_model(self) -> None:
-        """Load the policy, note what it was before any checkpoint moved it, and shard it."""
+        """Load the policy, note what it was before anything moved it, and shard it.
+
+        Lightning calls this before every fit and validation; the reference stays the policy as it
+        stood the first time.
+        """
         if not hasattr(self, "policy"):
             assert self.recipe is not None
             self.policy = self.recipe.model()
         self.policy.train()
         self.strict_loading = not has_adapter(self.policy)
-        if self.loss.variant.reads_reference:
+        if self.loss.variant.reads_reference and not hasattr(self, "reference_fingerprint"):
             self.reference_fingerprint = policy_fingerprint(self.policy)
         if self.device_mesh is not None:
             shard(self.policy, self.device_mesh)

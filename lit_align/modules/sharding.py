@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 
 class FullyShardedStrategy(ModelParallelStrategy):
@@ -44,6 +44,8 @@ def shard(model: nn.Module, device_mesh: DeviceMesh) -> None:
         model: of transformers, or an adapter of peft around one; every rank holds it whole.
         device_mesh: what the strategy gives to the module.
     """
+    if isinstance(model, FSDPModule):  # by an earlier fit
+        return
     mesh = device_mesh["data_parallel"]
     for layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh)

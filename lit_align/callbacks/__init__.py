@@ -1,0 +1,9 @@
+"""What runs beside training: the reference, the results, and what is shown of them."""
+
+from lit_align.callbacks.before_after import BeforeAfter
+from lit_align.callbacks.exact_match import ExactMatch
+from lit_align.callbacks.reference_cache import ReferenceCache
+from lit_align.callbacks.save_policy import SavePolicy
+from lit_align.callbacks.validate_at_end import ValidateAtEnd
+
+__all__ = ["BeforeAfter", "ExactMatch", "ReferenceCache", "SavePolicy", "ValidateAtEnd"]

@@ -1,0 +1,112 @@
+"""Whether the policy, left to answer by itself, gives the preferred answer word for word."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from lit_align.callbacks.attached import dpo_module, preference_data
+from lit_align.callbacks.inference import inference
+from lit_align.callbacks.ranks import from_all_ranks, is_sharded, turns
+from lit_align.modules import DPOModule
+
+
+class ExactMatch(L.Callback):
+    """Logs `val/exact_match`: the share of prompts whose greedy answer is the chosen one.
+
+    It is measured at each validation, and before training if Lightning's sanity check runs over
+    the whole validation set. A policy can learn to rank answers and forget how to give them; this
+    number shows it.
+
+    Args:
+        rows: how many validation rows, the first ones; None: all.
+        batch_size: prompts that are answered at once.
+        max_new_tokens: upper bound of an answer, in tokens; None: what the chosen answers need.
+    """
+
+    def __init__(
+        self, rows: int | None = None, batch_size: int = 64, max_new_tokens: int | None = None
+    ) -> None:
+        self.rows = rows
+        self.batch_size = batch_size
+        self.max_new_tokens = max_new_tokens
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.sanity_checking and trainer.num_sanity_val_steps != float("inf"):
+            return
+        module = dpo_module(pl_module, self)
+        rows = preference_data(trainer, self).val_rows
+        picked = [rows[position] for position in range(min(self.rows or len(rows), len(rows)))]
+        batches = [picked[i : i + self.batch_size] for i in range(0, len(picked), self.batch_size)]
+        hits = answers = 0
+        with inference(trainer, module.policy):
+            for batch, counts in turns(trainer, batches):
+                matches = self._matches(module, batch)
+                hits += counts * sum(matches)
+                answers += counts * len(matches)
+        shares = from_all_ranks(trainer, (hits, answers))
+        all_hits, all_answers = (sum(column) for column in zip(*shares, strict=True))
+        pl_module.log("val/exact_match", all_hits / all_answers, sync_dist=True)
+
+    def _matches(self, module: DPOModule, rows: Sequence[Mapping[str, Any]]) -> list[bool]:
+        """Per row, whether the greedy answer is the chosen one, up to where either ends."""
+        ends = _end_ids(module)
+        wanted = [_until_end(row["chosen_ids"], ends) for row in rows]
+        # No answer that is longer than all of these can be right.
+        length = max(map(len, wanted))
+        if self.max_new_tokens is not None:
+            length = min(length, self.max_new_tokens)
+        given = _greedy(module, [row["prompt_ids"] for row in rows], ends, length)
+        return [_until_end(a, ends) == b for a, b in zip(given, wanted, strict=True)]
+
+
+def _greedy(
+    module: DPOModule, prompts: Sequence[Sequence[int]], ends: set[int], length: int
+) -> list[list[int]]:
+    """The likeliest next token, again and again, after each prompt: ids of the answers."""
+    pad = module.tokenizer.pad_token_id
+    width = max(map(len, prompts))
+    # Padding on the left: an answer must begin where its prompt ends.
+    ids = torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts])
+    real = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    answers: Tensor = module.policy.generate(
+        input_ids=ids.to(module.device),
+        attention_mask=real.to(module.device),
+        generation_config=GenerationConfig(
+            do_sample=False,
+            max_new_tokens=length,
+            eos_token_id=sorted(ends) or None,
+            pad_token_id=pad,
+            use_cache=True,
+            **_PLAIN,
+        ),
+        synced_gpus=is_sharded(module.policy),
+    )
+    return [answer[width:].tolist() for answer in answers]
+
+
+# What a model's own generation config may set would change the greedy answer, or be warned about.
+_PLAIN = {
+    "num_beams": 1,
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "temperature": 1.0,
+    "top_k": 50,
+    "top_p": 1.0,
+}
+
+
+def _end_ids(module: DPOModule) -> set[int]:
+    """All tokens that end an answer: chat models have others than their tokenizer's one."""
+    of_model = module.policy.generation_config.eos_token_id
+    ids = of_model if isinstance(of_model, list) else [of_model]
+    return {i for i in (*ids, module.tokenizer.eos_token_id) if i is not None}
+
+
+def _until_end(ids: Sequence[int], ends: set[int]) -> list[int]:
+    """Ids up to the first that ends the answer, with it; chat templates write more after it."""
+    stop = next((n for n, i in enumerate(ids, 1) if i in ends), len(ids))
+    return list(ids[:stop])

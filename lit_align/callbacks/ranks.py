@@ -1,0 +1,46 @@
+"""Who does which share of a callback's work, and how all ranks come to know the outcome."""
+
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import lightning as L
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+T = TypeVar("T")
+
+
+def replica(trainer: L.Trainer) -> tuple[int, int]:
+    """Which replica of the data this rank reads, and how many there are.
+
+    Ranks that hold pieces of one layer (tensor parallelism) are one replica: they must see the
+    same batches, so the number of processes is the wrong number to share work by.
+    """
+    shares = trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
+    return shares["rank"], shares["num_replicas"]
+
+
+def turns(trainer: L.Trainer, batches: Sequence[T]) -> Iterator[tuple[T, bool]]:
+    """This rank's batches, as many as any rank has, each with whether it counts.
+
+    Weights that are sharded are gathered by all ranks or by none; so a rank that is left without a
+    batch runs one of the others' once more, which does not count.
+    """
+    rank, replicas = replica(trainer)
+    for first in range(0, len(batches), replicas):
+        yield batches[(first + rank) % len(batches)], first + rank < len(batches)
+
+
+def from_all_ranks(trainer: L.Trainer, value: T) -> list[T]:
+    """The value that each rank holds, in the order of the ranks."""
+    if trainer.world_size == 1:
+        return [value]
+    values: list[T | None] = [None] * trainer.world_size
+    torch.distributed.all_gather_object(values, value)
+    return values  # type: ignore[return-value]  # every entry is filled
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether each rank holds a piece of the weights only, so that all must run it together."""
+    return any(isinstance(p, DTensor) for p in model.parameters())

@@ -1,0 +1,123 @@
+"""Computing the reference's log-probs of what no run has asked it about before."""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+import lightning as L
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from lit_align.callbacks.inference import inference
+from lit_align.callbacks.ranks import from_all_ranks, replica, turns
+from lit_align.callbacks.reference_rows import Response, Responses
+from lit_align.callbacks.reference_store import ReferenceStore, Scored
+from lit_align.errors import UserError
+from lit_align.logprobs import response_logprobs
+
+# What a run that is killed loses at most; one that stops with an exception loses nothing.
+WRITE_EVERY_SECONDS = 30.0
+
+
+@dataclass
+class Writer:
+    """Collects entries and writes them to the store now and then, and at the end in any case."""
+
+    store: ReferenceStore
+    dtype: torch.dtype
+    entries: dict[bytes, Scored] = field(default_factory=dict)
+    _pending: dict[bytes, Scored] = field(default_factory=dict)
+    _written: float = field(default_factory=time.monotonic)
+
+    def add(self, entries: Mapping[bytes, Scored]) -> None:
+        self.entries.update(entries)
+        self._pending.update(entries)
+        if time.monotonic() - self._written >= WRITE_EVERY_SECONDS:
+            self._write()
+
+    def _write(self) -> None:
+        self.store.add(self._pending, self.dtype)
+        self._pending, self._written = {}, time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._write()
+
+
+def build(
+    trainer: L.Trainer,
+    model: nn.Module,
+    responses: Responses,
+    batches: Sequence[Sequence[Response]],
+    writer: Writer,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Let all ranks together score the batches; each adds its own share to its writer.
+
+    Which rank scores a batch changes nothing about it, so the numbers are the same bit for bit for
+    any number of ranks.
+
+    Raises:
+        UserError: on all ranks, if a log-prob is not finite; it names the response.
+    """
+    _, replicas = replica(trainer)
+    with _progress(trainer) as progress, inference(trainer, model), writer:
+        bar = progress.add_task("reference", total=sum(map(len, batches)))
+        for batch, counts in turns(trainer, batches):
+            scored = _score(model, responses, batch, trainer.strategy.root_device)
+            _refuse_non_finite(trainer, responses, scored, tokenizer)
+            if counts:
+                writer.add({response.key: entry for response, entry in scored.items()})
+            progress.advance(bar, len(batch) * replicas)
+
+
+def _score(
+    model: nn.Module, responses: Responses, batch: Sequence[Response], device: torch.device
+) -> dict[Response, Scored]:
+    tensors = (tensor.to(device) for tensor in responses.batch(batch))
+    scored = response_logprobs(model, *tensors)
+    sums, counts = scored.logprobs.sum(-1).tolist(), scored.mask.sum(-1).tolist()
+    entries = map(Scored, sums, counts)
+    return dict(zip(batch, entries, strict=True))
+
+
+def _refuse_non_finite(
+    trainer: L.Trainer,
+    responses: Responses,
+    scored: Mapping[Response, Scored],
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Raise on all ranks if any of them has a number that is none."""
+    bad = next((r for r, entry in scored.items() if not math.isfinite(entry.logps)), None)
+    if not trainer.strategy.reduce_boolean_decision(bad is not None, all=False):
+        return
+    fault = bad and (
+        f"the reference gives {responses.name(bad, tokenizer)}, a log-probability of "
+        f"{scored[bad].logps}: nothing can be compared with that. Check the row; if it is in order,"
+        " load the model in float32, with another attn_implementation, or another model"
+    )
+    raise UserError(next(filter(None, from_all_ranks(trainer, fault))))
+
+
+def _progress(trainer: L.Trainer) -> Progress:
+    """A bar where the user has not switched bars off."""
+    wanted = trainer.is_global_zero and trainer.progress_bar_callback is not None
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
+        disable=not wanted,
+    )
