@@ -14,15 +14,15 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import lightning as L  # noqa: E402
-import torch  # noqa: E402
-from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
-from lightning.pytorch.loggers import CSVLogger  # noqa: E402
-from torch import nn  # noqa: E402
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
 
-from lit_align import DPOModule, PreferenceDataModule, ReferenceCache  # noqa: E402
-from lit_align.modules.schedules import linear  # noqa: E402
-from lit_align.modules.sharding import FullyShardedStrategy  # noqa: E402
+from lit_align import DPOModule, PreferenceDataModule, ReferenceCache
+from lit_align.modules.schedules import linear
+from lit_align.modules.sharding import FullyShardedStrategy
 
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
@@ -51,7 +51,7 @@ class RowsSeen(L.Callback):
         self.batches.append(batch["index"][batch["pair_mask"]].tolist())
 
 
-def fit(
+def fit(  # noqa: PLR0913, one for each thing that a test varies
     data,
     *,
     cache,
@@ -132,5 +132,5 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     out, options = sys.argv[1:]
     result = fit(**json.loads(options))
-    rank = int(os.environ.get("LOCAL_RANK", 0))
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
     torch.save({**result, "gradients": []}, f"{out}.{rank}")

@@ -1,0 +1,81 @@
+"""Everything the README says to type is composed or run; everything it lists is there."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from lit_align.data import PreferenceDataModule
+from lit_align.losses import PREFERENCE_LOSSES
+from lit_align.policies import PolicyRecipe
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def commands():
+    lines = "".join(blocks("bash")).splitlines()
+    return [shlex.split(line, comments=True) for line in lines if line.strip()]
+
+
+def overrides():
+    """Arguments of each `python train.py`, a sweep taken apart into its runs."""
+    for program, *arguments in commands():
+        if program != "python":
+            continue
+        given = [argument for argument in arguments[1:] if argument != "-m"]
+        first, *rest = given
+        name, _, values = first.partition("=")
+        yield from ([f"{name}={value}", *rest] for value in values.split(","))
+
+
+@pytest.mark.parametrize("given", list(overrides()), ids=" ".join)
+def test_every_train_command_composes(given):
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        cfg = compose("train", overrides=given)
+    assert cfg.loss.loss_type in PREFERENCE_LOSSES
+    assert cfg.data.path
+
+
+def test_every_make_target_exists():
+    targets = [words[1] for words in commands() if words[0] == "make"]
+    makefile = (ROOT / "Makefile").read_text()
+    assert targets
+    assert all(f"\n{target}:" in makefile for target in targets)
+
+
+@pytest.mark.parametrize("source", blocks("python"))
+def test_every_python_block_runs(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LIT_ALIGN_CACHE", str(tmp_path / "cache"))
+    exec(compile(source, "README.md", "exec"), {})
+
+
+def test_the_rows_it_shows_are_pairs(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("".join(blocks("json")))
+    tokenizer = PolicyRecipe().tokenizer()
+    data = PreferenceDataModule(tmp_path / "rows.jsonl", tokenizer=tokenizer, cache_dir=tmp_path)
+    data.setup()
+    shown = [json.loads(line) for line in "".join(blocks("json")).splitlines()]
+    assert len(data.train_rows) == len(shown) == 2
+
+
+def test_the_table_lists_every_loss():
+    section = README.split("## Losses")[1].split("##")[0]
+    assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == sorted(PREFERENCE_LOSSES)
+
+
+def test_the_tree_is_true():
+    tree = README.split("## Tree")[1].split("```")[1]
+    below = ROOT
+    for line in tree.strip().splitlines():
+        name = line.split()[0]
+        below = ROOT / "lit_align" if line.startswith("  ") else ROOT
+        assert (below / name).exists(), name
