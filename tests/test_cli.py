@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -240,8 +241,9 @@ def test_a_sweep_goes_on_after_a_failure_and_computes_the_reference_once(lit_ali
     assert "2 of 4 jobs failed" in err
     # Told when it happens, not only at the end.
     assert out.count("failed: ") == 2
-    # 20 rows to train on and 6 to validate on, two answers each.
-    assert out.count(" 52 computed") == 1
+    first, second = re.findall(r"(\d+)\s+computed", out)
+    assert int(first) > 0
+    assert int(second) == 0
     (sweep,) = Path("multirun").glob("*/*")
     outcomes = [Outcome.read(sweep / str(job) / "result.json") for job in range(4)]
     assert [outcome.job for outcome in outcomes] == [0, 1, 2, 3]

@@ -99,7 +99,7 @@ def test_two_ranks_do_what_one_does(strategy, lora, on_two_ranks, run, llama, va
     assert "reference: 20 responses, 0 from cache, 20 computed" in said
 
     policy = {"pretrained": str(llama), "lora": lora}
-    options = {"data_options": {"val_path": val}, "lr": 1.0, "batch_size": 4}
+    options = {"data_options": {"val_path": val}, "lr": 1.0, "batch_size": 4, "steps": 2}
     alone = run(
         policy,
         folder=tmp_path / "one",
