@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lit_align.callbacks import BeforeAfter as BeforeAfter
     from lit_align.callbacks import ExactMatch as ExactMatch
+    from lit_align.callbacks import Plan as Plan
     from lit_align.callbacks import ReferenceCache as ReferenceCache
     from lit_align.callbacks import SavePolicy as SavePolicy
     from lit_align.callbacks import ValidateAtEnd as ValidateAtEnd
@@ -24,6 +25,7 @@ _HOMES = {
     "DPOConfig": "losses",
     "DPOModule": "modules",
     "ExactMatch": "callbacks",
+    "Plan": "callbacks",
     "PolicyRecipe": "policies",
     "PreferenceDataModule": "data",
     "ReferenceCache": "callbacks",

@@ -2,8 +2,17 @@
 
 from lit_align.callbacks.before_after import BeforeAfter
 from lit_align.callbacks.exact_match import ExactMatch
+from lit_align.callbacks.plan import Plan, StepProgressBar
 from lit_align.callbacks.reference_cache import ReferenceCache
 from lit_align.callbacks.save_policy import SavePolicy
 from lit_align.callbacks.validate_at_end import ValidateAtEnd
 
-__all__ = ["BeforeAfter", "ExactMatch", "ReferenceCache", "SavePolicy", "ValidateAtEnd"]
+__all__ = [
+    "BeforeAfter",
+    "ExactMatch",
+    "Plan",
+    "ReferenceCache",
+    "SavePolicy",
+    "StepProgressBar",
+    "ValidateAtEnd",
+]

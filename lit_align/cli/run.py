@@ -11,8 +11,10 @@ import lightning as L
 import torch
 import transformers
 from hydra.utils import instantiate
+from lightning.pytorch.callbacks import ProgressBar
 from omegaconf import DictConfig, OmegaConf
 
+from lit_align.callbacks import StepProgressBar
 from lit_align.errors import UserError
 
 _CHECKPOINT_KEYWORDS = {"last", "best", "hpc", "registry"}
@@ -63,6 +65,8 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
         [build(node) for node in group.values() if node is not None]
         for group in (cfg.callbacks, cfg.logger)
     )
+    if ends.enable_progress_bar and not any(isinstance(c, ProgressBar) for c in callbacks):
+        callbacks.append(StepProgressBar())
     # As a partial: Hydra would make configuration nodes of the callbacks first.
     make = build(cfg.trainer, _partial_=True)
     try:
