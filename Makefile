@@ -42,7 +42,7 @@ notebooks: .venv/.dev
 
 .venv/.train: pyproject.toml constraints.txt | .venv/bin/pip
 	@echo "installing lit_align and what it needs into .venv: some minutes, once"
-	@$(PIP) -e .
+	@$(PIP) -e '.[peft,gguf]'
 	@touch $@
 
 .venv/.dev: pyproject.toml constraints.txt | .venv/bin/pip

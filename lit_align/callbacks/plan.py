@@ -25,7 +25,8 @@ class Plan(L.Callback):
         rank_zero_info(
             f"plan: {steps} steps over {pairs:,} pairs ({steps * step / pairs:.2g} epochs), each "
             f"of {step}: {data.batch_size} per micro-batch x "
-            f"{trainer.accumulate_grad_batches} accumulated x {ranks} ranks"
+            f"{trainer.accumulate_grad_batches} accumulated x {ranks} ranks; "
+            f"{len(data.val_rows):,} pairs to validate on"
         )
 
 

@@ -98,6 +98,13 @@ def _not_built(error: InstantiationException) -> str | None:
     return said if root is error or repr(root) in said else f"{said}\n{told}"
 
 
+def _null_group(error: ValueError) -> str | None:
+    """What to write instead of GROUP=null for a group that must have an option."""
+    if str(error).startswith("Config group override must be"):
+        return "a group cannot be null: choose an option (scheduler=constant, logger=none)"
+    return None
+
+
 def _misconfigured(error: BaseException) -> bool:
     """Whether Lightning refused the combination of options."""
     # By name: at this point Lightning need not be there, and importing it takes seconds.
@@ -114,4 +121,5 @@ _TOLD: dict[type[BaseException], Callable[[Any], str | None]] = {
     ConfigAttributeError: _unknown_key,
     ConfigKeyError: _unknown_key,
     MissingMandatoryValue: _missing_value,
+    ValueError: _null_group,
 }

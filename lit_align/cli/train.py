@@ -30,7 +30,7 @@ def main() -> None:
         if is_first_rank():
             sys.stderr.write("interrupted\n")
         sys.exit(130)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
         sys.exit(explain(error))
 
 

@@ -38,7 +38,7 @@ class PreferenceDataModule(L.LightningDataModule):
         split: part of a folder or hub data set to train on.
         val_path: a second file, folder or name to validate on.
         val_split: or a further split of `path`; or the share of its pairs, between 0 and 1, to
-            take from training for that, chosen by `seed`.
+            take from training for that, chosen by `seed` (not read if there is a `val_path`).
         max_length: tokens of prompt and answer together, at least 2; None: no limit.
         truncation: "right" cuts the ends of answers, and drops pairs whose prompt leaves them no
             room; "left" cuts beginnings of prompts, by what the longer answer of a pair needs.
@@ -88,7 +88,8 @@ class PreferenceDataModule(L.LightningDataModule):
         self.path = path
         self.split = split
         self.val_path = val_path
-        self.val_split = val_split
+        # A file of its own takes the place of a share; a split by name would be a second one.
+        self.val_split = None if val_path and isinstance(val_split, float) else val_split
         self.batch_size = batch_size
         self.val_batch_size = val_batch_size or batch_size
         self.num_workers = num_workers
@@ -260,7 +261,8 @@ class PreferenceDataModule(L.LightningDataModule):
     def _check_validation(self) -> None:
         if self.val_path is not None and self.val_split is not None:
             raise UserError(
-                "data.val_path and data.val_split exclude each other: set one of them to null"
+                f"data.val_path and the split '{self.val_split}' exclude each other: "
+                "set one of data.val_path and data.val_split to null"
             )
         if isinstance(self.val_split, str) or self.val_split is None:
             return

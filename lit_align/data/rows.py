@@ -13,6 +13,8 @@ Message = dict[str, Any]
 
 COLUMNS = ("prompt", "chosen", "rejected", "tools", "chat_template_kwargs")
 REQUIRED = ("chosen", "rejected")
+# Names that other collections give to the prompt.
+NOT_PROMPT = frozenset({"input", "instruction", "query", "question"})
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "environment")
 
 
@@ -63,6 +65,10 @@ def read_row(row: object) -> PreferenceRow:
         raise RowError(f"a row must be an object with 'chosen' and 'rejected', not {_kind(row)}")
     chosen, rejected = (_turns(name, _required(row, name)) for name in REQUIRED)
     prompt = None if _is_absent(row.get("prompt")) else _turns("prompt", row["prompt"])
+    if prompt is None and isinstance(chosen, str) and (other := NOT_PROMPT & row.keys()):
+        raise RowError(
+            f"there is no 'prompt', but '{min(other)}', which would go unread: rename the column"
+        )
     prompt, chosen, rejected = _explicit(prompt, chosen, rejected)
     tools = _tools(row.get("tools"))
     template_kwargs = _template_kwargs(row.get("chat_template_kwargs"))

@@ -212,6 +212,7 @@ def _from_hub(path: str, split: str) -> Source:
     # exception for each and says in it what is the case.
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         raise UserError(
-            f"'{path}' is no file or folder here, and as a data set it cannot be loaded: {error}"
+            f"'{path}' is neither a file nor a folder of datasets' save_to_disk, and as a data set "
+            f"it cannot be loaded: {error}"
         ) from error
     return Table(f"{Path(name).name} ({split})", data)

@@ -129,7 +129,10 @@ class DPOModule(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         trainable = [p for p in self.policy.parameters() if p.requires_grad]
-        optimizer = self.optimizer(trainable)
+        try:
+            optimizer = self.optimizer(trainable)
+        except TypeError as error:
+            raise UserError(f"the optimizer cannot be built: {error}") from error
         if self.scheduler is None:
             return optimizer
         # Our schedules end with training; one of torch's or the user's own may not ask for it.
@@ -229,6 +232,12 @@ class DPOModule(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._seed = checkpoint.get("step_seed")
+        saved = checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY]["loss"]
+        if self._trainer is not None and saved != self.loss.as_dict():
+            raise UserError(
+                f"the checkpoint was trained with {DPOConfig(**saved)}, and this run has "
+                f"{self.loss}: repeat the settings of the run that is to go on"
+            )
 
 
 def stacked_pairs(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:

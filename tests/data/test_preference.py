@@ -122,7 +122,7 @@ def test_conversations_through_files(tmp_path, make):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"val_path": "a", "val_split": 0.1}, "exclude each other"),
+        ({"val_path": "a", "val_split": "test"}, "exclude each other"),
         ({"val_split": 0}, r"val_split must be .* between 0 and 1, not 0"),
         ({"val_split": 1.0}, "val_split must be .* not 1.0"),
         ({"truncation": "middle"}, "truncation must be one of right, left, not 'middle'"),

@@ -165,3 +165,10 @@ TURNS = {"prompt": [user("hi")], "chosen": [assistant("a")], "rejected": [assist
 def test_what_is_wrong_is_said(row, message):
     with pytest.raises(RowError, match=message):
         read_row(row)
+
+
+def test_a_prompt_under_another_name_is_not_left_out_in_silence():
+    row = {"question": "2 + 2 =", "chosen": "The sum is 4", "rejected": "The sum is 5"}
+    with pytest.raises(RowError, match="no 'prompt', but 'question'"):
+        read_row(row)
+    assert read_row(row | {"prompt": "2 + 2 ="}).prompt == "2 + 2 ="

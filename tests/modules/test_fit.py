@@ -4,12 +4,15 @@ The gradient does not depend on micro-batches and accumulation; a run that was s
 weights of one that was not.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from distributed.conftest import write_pairs
-from distributed.fit import fit
+from distributed.fit import OPTIMIZERS, fit
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
+from lit_align.errors import UserError
 from lit_align.policies import PolicyRecipe
 
 LOSSES = ["dpo", "dpo_norm", "simpo", "wpo"]
@@ -110,3 +113,16 @@ def test_checkpoint_loads_with_weights_only(tmp_path, pairs13):
     fit(pairs13, cache=tmp_path, max_steps=1, checkpoint_dir=saved, checkpoint_every=1)
     checkpoint = torch.load(saved / "step=1.ckpt", weights_only=True)
     assert checkpoint["hyper_parameters"]["loss"]["loss_type"] == "dpo"
+
+
+def test_a_checkpoint_of_another_loss_is_not_gone_on_with(tmp_path, pairs13):
+    options = {"cache": tmp_path, "checkpoint_dir": tmp_path / "saved", "checkpoint_every": 1}
+    fit(pairs13, loss="simpo", max_steps=1, **options)
+    with pytest.raises(UserError, match=r"'simpo'.*'dpo'.*repeat the settings"):
+        fit(pairs13, loss="dpo", ckpt_path=tmp_path / "saved" / "step=1.ckpt", cache=tmp_path)
+
+
+def test_an_optimizer_that_cannot_be_built_is_named(tmp_path, pairs13, monkeypatch):
+    monkeypatch.setitem(OPTIMIZERS, "sgd", partial(torch.optim.SGD, betas=(0.9, 0.99)))
+    with pytest.raises(UserError, match=r"optimizer cannot be built.*betas"):
+        fit(pairs13, loss="simpo", cache=tmp_path, optimizer="sgd")
