@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from omegaconf import OmegaConf
+from safetensors.torch import load_file
 
 from lit_align import cli
 from lit_align.cli import errors
@@ -21,6 +22,7 @@ from lit_align.cli.outcome import Outcome
 from lit_align.cli.process import left_as_found
 from lit_align.cli.run import optimized
 from lit_align.cli.sweep import SweepReport, processes, varied
+from lit_align.cli.train import TERMINATED
 from lit_align.errors import UserError
 from lit_align.resources import resource
 
@@ -149,6 +151,15 @@ def test_completion_does_not_wait_for_torch(elsewhere):
         (["data.path=nowhere.jsonl"], "nowhere.jsonl"),
         (["ckpt_path=nowhere.ckpt"], "there is no checkpoint nowhere.ckpt"),
         (["model.pretrained=./nowhere"], "nowhere"),
+        (["ckpt_path=last"], "there is no checkpoint last"),
+        (["model=lora"], "model.pretrained has no default"),
+        (["scheduler=null"], "a group cannot be null"),
+        (["seed=abc"], "seed must be a whole number"),
+        (["num_threads=0"], "num_threads must be a whole number of at least 1"),
+        (["trainer.accumulate_grad_batches=0"], "accumulate_grad_batches must be a whole number"),
+        (["optimizer.lr=-1"], "the optimizer cannot be built: Invalid learning rate"),
+        (["optimizer=sgd", "+optimizer.betas=[0.9,0.9]"], "the optimizer cannot be built"),
+        (["output_dir=/dev/null/x"], "Not a directory"),
         (["-m", "loss=dpo,simpoo"], "Could not find 'loss/simpoo'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -187,7 +198,40 @@ def test_ctrl_c_ends_with_130_and_one_word(lit_align, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("lit_align.cli.run.run", interrupted)
-    assert lit_align()[::2] == (130, "interrupted\n")
+    code, _, err = lit_align()
+    assert code == 130
+    assert err.startswith("interrupted; no checkpoint had been written")
+
+
+def test_an_end_by_sigterm_is_no_success(lit_align, monkeypatch):
+    def terminated(cfg):
+        checkpoint = Path(cfg.output_dir) / "checkpoints" / "last.ckpt"
+        checkpoint.parent.mkdir()
+        checkpoint.touch()
+        sys.exit(TERMINATED)
+
+    monkeypatch.setattr("lit_align.cli.run.run", terminated)
+    code, _, err = lit_align()
+    assert code == 143
+    assert err.startswith("terminated; go on with the same settings and ckpt_path=")
+
+
+@pytest.mark.parametrize("content", [b"", b"no checkpoint", b"PK\x03\x04 half a file"])
+def test_what_is_no_checkpoint_is_named(lit_align, content):
+    Path("some.ckpt").write_bytes(content)
+    code, _, err = lit_align("ckpt_path=some.ckpt", *SHORT)
+    assert code == 1
+    assert err.strip() == "error: ckpt_path: some.ckpt is damaged or no checkpoint"
+
+
+def test_a_run_resumed_after_its_last_step_still_leaves_its_model(lit_align):
+    """As after a kill between the last checkpoint and the export."""
+    assert lit_align(*SHORT, "hydra.run.dir=whole")[0] == 0
+    code, out, _ = lit_align(*SHORT, "hydra.run.dir=again", "ckpt_path=whole/checkpoints/last.ckpt")
+    assert code == 0
+    assert "best model" not in out
+    whole, again = (load_file(f"{run}/model/model.safetensors") for run in ("whole", "again"))
+    assert all(torch.equal(weight, again[name]) for name, weight in whole.items())
 
 
 def test_a_mistake_is_found_behind_what_others_made_of_it():
@@ -349,5 +393,5 @@ def test_ctrl_c_in_training_is_no_traceback(elsewhere):
     run.send_signal(signal.SIGINT)
     out, _ = run.communicate(timeout=60)
     assert run.returncode == 130
-    assert out.endswith("interrupted\n")
+    assert "interrupted; " in out
     assert "Traceback" not in out

@@ -55,7 +55,7 @@ class BeforeAfter(L.Callback):
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self.after = self._of_interest(trainer.callback_metrics)
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.is_global_zero or not self.after:
             return
         Console().print(self.table())

@@ -40,6 +40,8 @@ class ReferenceCache(L.Callback):
     def __init__(
         self, folder: str | os.PathLike[str] | None = None, batch_size: int | None = None
     ) -> None:
+        if batch_size is not None and batch_size < 1:
+            raise UserError(f"reference_cache.batch_size must be at least 1, not {batch_size}")
         self.folder = folder
         self.batch_size = batch_size
         self.store: ReferenceStore | None = None

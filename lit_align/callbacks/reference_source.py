@@ -79,7 +79,8 @@ class ReferenceSource:
         """Whether the policy as it stands, its adapter disabled if it has one, is the reference."""
         if self.module.reference is not None:
             return False
-        if self.untouched or has_adapter(self.module.policy):
+        # Asked also of a disabled adapter: what it trains besides (biases) would stay on.
+        if self.untouched:
             return True
         return policy_fingerprint(self.module.policy) == self.module.reference_fingerprint
 

@@ -39,10 +39,12 @@ class SavePolicy(L.Callback):
         self.best = best
         self.mode = mode
         self.best_score: float | None = None
+        self._saved = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == TrainerFn.FITTING:
             self.best_score = None
+            self._saved = False
 
     def state_dict(self) -> dict[str, Any]:
         return {"best_score": self.best_score}
@@ -61,9 +63,18 @@ class SavePolicy(L.Callback):
             rank_zero_info(f"best policy so far: {self.best} = {score:.4f}")
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._save_final(trainer, pl_module)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # A run that is resumed after its last step has nothing to train, and no end of training.
+        if not self._saved:
+            self._save_final(trainer, pl_module)
+
+    def _save_final(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._save(trainer, pl_module, "model")
+        self._saved = True
         rank_zero_info(f"the final policy is in {self.folder / 'model'}")
-        if self.best_score is not None:
+        if self.best_score is not None and (self.folder / "model-best").is_dir():
             rank_zero_info(
                 f"the best one ({self.best} = {self.best_score:.4f}) is in "
                 f"{self.folder / 'model-best'}"

@@ -4,6 +4,7 @@ A mistake in what was given is told in one message. A fault of the program keeps
 hiding that would hide where to look. HYDRA_FULL_ERROR=1 shows the traceback of everything.
 """
 
+import errno
 import os
 import traceback
 from collections.abc import Callable, Iterator
@@ -21,6 +22,10 @@ from omegaconf.errors import (
 
 from lit_align.errors import UserError
 
+_PLACE_ERRORS = {
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR),
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+}
 _FULL = "HYDRA_FULL_ERROR"
 _wanted = os.environ.get(_FULL)
 
@@ -105,6 +110,13 @@ def _null_group(error: ValueError) -> str | None:
     return None
 
 
+def _unusable_place(error: OSError) -> str | None:
+    """Which file or folder cannot be written or read, if that is for the user to mend."""
+    if error.errno in _PLACE_ERRORS and error.filename:
+        return f"{error.strerror}: {error.filename}"
+    return None
+
+
 def _misconfigured(error: BaseException) -> bool:
     """Whether Lightning refused the combination of options."""
     # By name: at this point Lightning need not be there, and importing it takes seconds.
@@ -122,4 +134,5 @@ _TOLD: dict[type[BaseException], Callable[[Any], str | None]] = {
     ConfigKeyError: _unknown_key,
     MissingMandatoryValue: _missing_value,
     ValueError: _null_group,
+    OSError: _unusable_place,
 }

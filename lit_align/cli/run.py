@@ -17,7 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 from lit_align.callbacks import StepProgressBar
 from lit_align.errors import UserError
 
-_CHECKPOINT_KEYWORDS = {"last", "best", "hpc", "registry"}
+TERMINATED = 128 + signal.SIGTERM
+_IN_A_CHECKPOINT = {"state_dict", "optimizer_states", "loops"}
 
 
 def run(cfg: DictConfig) -> dict[str, Any]:
@@ -31,10 +32,10 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         UserError: for whatever the user can mend.
     """
     quieten()
+    if missing := sorted(OmegaConf.missing_keys(cfg)):
+        raise UserError(f"{missing[0]} has no default: set {missing[0]}=...")
     check_checkpoint(cfg.ckpt_path)
-    if cfg.num_threads is not None:
-        torch.set_num_threads(cfg.num_threads)
-    L.seed_everything(cfg.seed, workers=True)
+    settle(cfg)
     datamodule, module = build(cfg.data), build(cfg.module)
     trainer = build_trainer(cfg)
     if trainer.is_global_zero:
@@ -51,6 +52,20 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     }
 
 
+def settle(cfg: DictConfig) -> None:
+    """Set what holds for the whole process."""
+    for name, least in (("num_threads", 1), ("seed", 0)):
+        value = cfg[name]
+        if not (isinstance(value, int) and least <= value < 2**32) and (name, value) != (
+            "num_threads",
+            None,
+        ):
+            raise UserError(f"{name} must be a whole number of at least {least}, not {value!r}")
+    if cfg.num_threads is not None:
+        torch.set_num_threads(cfg.num_threads)
+    L.seed_everything(cfg.seed, workers=True)
+
+
 def build(node: Any, **options: Any) -> Any:
     """The object a node describes; it gets plain lists and dicts, never Hydra's own."""
     return instantiate(node, _convert_="all", **options)
@@ -61,6 +76,11 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
     ends = cfg.trainer
     if ends.max_steps == -1 and ends.max_epochs is None and ends.max_time is None:
         ends.max_epochs = 1
+    if not (isinstance(ends.accumulate_grad_batches, int) and ends.accumulate_grad_batches > 0):
+        raise UserError(
+            "trainer.accumulate_grad_batches must be a whole number of at least 1, not "
+            f"{ends.accumulate_grad_batches!r}"
+        )
     callbacks, loggers = (
         [build(node) for node in group.values() if node is not None]
         for group in (cfg.callbacks, cfg.logger)
@@ -87,6 +107,9 @@ def quieten() -> None:
     rank_zero = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     rank_zero.addFilter(lambda message: "litlogger" not in message.getMessage())
     warnings.filterwarnings("ignore", ".*LeafSpec.*")
+    # A resumed run has a folder of its own, and its callbacks are those of its own settings.
+    warnings.filterwarnings("ignore", "The dirpath has changed")
+    warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`")
 
 
 def record(cfg: DictConfig, trainer: L.Trainer) -> None:
@@ -104,10 +127,10 @@ def fit(trainer: L.Trainer, module: L.LightningModule, **options: Any) -> None:
     try:
         trainer.fit(module, weights_only=True, **options)
     except SystemExit as end:
-        # Lightning makes an exit of Ctrl-C; of SIGTERM it makes a subclass.
+        # Lightning makes an exit of Ctrl-C; of SIGTERM it makes a subclass, which would end well.
         if type(end) is SystemExit and trainer.interrupted:
             raise KeyboardInterrupt from None
-        raise
+        sys.exit(end.code or TERMINATED)
     except Exception:
         # Waiting for this one in a collective, they would add a traceback each.
         if kill := getattr(trainer.strategy.launcher, "kill", None):
@@ -117,11 +140,20 @@ def fit(trainer: L.Trainer, module: L.LightningModule, **options: Any) -> None:
 
 def check_checkpoint(path: str | None) -> None:
     """Raise before anything is loaded if there is nothing to resume from."""
-    if path is None or path in _CHECKPOINT_KEYWORDS or Path(path).exists():
+    if path is None or (Path(path) / "meta.pt").is_file():  # of one that sharded ranks wrote
         return
-    raise UserError(
-        f"ckpt_path: there is no checkpoint {path}; runs keep theirs in their folder's checkpoints/"
-    )
+    if not Path(path).is_file():
+        raise UserError(
+            f"ckpt_path: there is no checkpoint {path}; runs keep theirs in their folder's "
+            "checkpoints/"
+        )
+    try:
+        found = torch.load(path, map_location="cpu", mmap=True, weights_only=True).keys()
+    # One kind of error for each way in which a file can be something else.
+    except Exception as error:
+        raise UserError(f"ckpt_path: {path} is damaged or no checkpoint") from error
+    if not found >= _IN_A_CHECKPOINT:
+        raise UserError(f"ckpt_path: {path} is not a checkpoint of a training run")
 
 
 def optimized(name: str | None, metrics: dict[str, float]) -> float | None:

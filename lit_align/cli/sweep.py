@@ -38,7 +38,10 @@ def processes(trainer: DictConfig) -> int:
         return len(devices) * int(trainer.num_nodes)
     if str(devices) in {"auto", "-1"}:
         devices = 1 if trainer.accelerator == "cpu" else _gpus()
-    return int(devices) * int(trainer.num_nodes)
+    try:
+        return int(devices) * int(trainer.num_nodes)
+    except (TypeError, ValueError):
+        return 1  # the Trainer will say what is wrong with it
 
 
 def _gpus() -> int:
@@ -65,7 +68,8 @@ def run_apart() -> Outcome:
     if code == INTERRUPTED:
         raise KeyboardInterrupt
     about: dict[str, Any] = {"job": context.job.num, "overrides": list(context.overrides.task)}
-    outcome = Outcome.read(result) if result.exists() else Outcome(**about)
+    unfinished = Outcome(**about, error=f"its process ended with exit code {code} and no result")
+    outcome = Outcome.read(result) if result.exists() else unfinished
     error = outcome.error or (f"its process ended with exit code {code}" if code else None)
     outcome = replace(outcome, **about, error=error)
     outcome.write(result.parent)

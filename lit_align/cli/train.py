@@ -1,7 +1,10 @@
 """The verb `train`: Hydra composes, `run` builds and fits, the outcome is told and kept."""
 
 import logging
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from lit_align.cli.process import is_first_rank, left_as_found, wait_for_first_r
 from lit_align.cli.sweep import processes, run_apart
 
 log = logging.getLogger(__name__)
+TERMINATED = 128 + signal.SIGTERM
 
 
 def main() -> None:
@@ -26,12 +30,33 @@ def main() -> None:
     hydra_raises()
     try:
         job()
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as end:
         if is_first_rank():
-            sys.stderr.write("interrupted\n")
+            sys.stderr.write(f"interrupted{end}\n")
         sys.exit(130)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         sys.exit(explain(error))
+
+
+@contextmanager
+def stopped_by_signal(folder: Path) -> Iterator[None]:
+    """Say of a run that somebody ends where it can be taken up again."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(how_to_go_on(folder)) from None
+    except SystemExit as end:
+        if end.code == TERMINATED and is_first_rank():
+            sys.stderr.write(f"terminated{how_to_go_on(folder)}\n")
+        raise
+
+
+def how_to_go_on(folder: Path) -> str:
+    """Where an interrupted run can be taken up again."""
+    last = folder / "checkpoints" / "last.ckpt"
+    if not last.exists():
+        return "; no checkpoint had been written (callbacks.checkpoint.every_n_train_steps)"
+    return f"; go on with the same settings and ckpt_path={last}"
 
 
 @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")
@@ -64,7 +89,8 @@ def attempt(cfg: DictConfig) -> Outcome:
         try:
             from lit_align.cli.run import run
 
-            outcome = Outcome(**about, **run(cfg))
+            with stopped_by_signal(folder):
+                outcome = Outcome(**about, **run(cfg))
         except Exception as error:
             # Whatever it is: the other jobs of a sweep go on.
             wait_for_first_rank()

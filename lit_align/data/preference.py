@@ -91,7 +91,7 @@ class PreferenceDataModule(L.LightningDataModule):
         # A file of its own takes the place of a share; a split by name would be a second one.
         self.val_split = None if val_path and isinstance(val_split, float) else val_split
         self.batch_size = batch_size
-        self.val_batch_size = val_batch_size or batch_size
+        self.val_batch_size = batch_size if val_batch_size is None else val_batch_size
         self.num_workers = num_workers
         self.seed = seed
         self.shuffle = shuffle
@@ -254,11 +254,17 @@ class PreferenceDataModule(L.LightningDataModule):
             ("val_max_rows", self.val_max_rows, 1),
             ("num_workers", self.num_workers, 0),
         ):
-            if value is not None and value < least:
-                raise UserError(f"data.{name} must be at least {least}, not {value}")
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if value is not None and not (whole and value >= least):
+                raise UserError(
+                    f"data.{name} must be a whole number of at least {least}, not {value!r}"
+                )
         self._check_validation()
 
     def _check_validation(self) -> None:
+        for place in (self.path, self.val_path or ""):
+            if not isinstance(place, str | PathLike):
+                raise UserError(f"data.path: {place!r} is no file, folder or name of a data set")
         if self.val_path is not None and self.val_split is not None:
             raise UserError(
                 f"data.val_path and the split '{self.val_split}' exclude each other: "

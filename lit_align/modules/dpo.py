@@ -105,9 +105,9 @@ class DPOModule(L.LightningModule):
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The one given, else the recipe's, else the one that lies beside the loaded model."""
         if self._tokenizer is None:
-            recipe = self.recipe or PolicyRecipe(self.policy.name_or_path)
-            if not recipe.pretrained:
+            if self.recipe is None and not self.policy.name_or_path:
                 raise UserError("this model does not say where it came from: pass tokenizer=...")
+            recipe = self.recipe or PolicyRecipe(self.policy.name_or_path)
             self._tokenizer = recipe.tokenizer()
         return self._tokenizer
 
@@ -129,10 +129,7 @@ class DPOModule(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         trainable = [p for p in self.policy.parameters() if p.requires_grad]
-        try:
-            optimizer = self.optimizer(trainable)
-        except TypeError as error:
-            raise UserError(f"the optimizer cannot be built: {error}") from error
+        optimizer = _built("optimizer", self.optimizer, trainable)
         if self.scheduler is None:
             return optimizer
         # Our schedules end with training; one of torch's or the user's own may not ask for it.
@@ -140,7 +137,10 @@ class DPOModule(L.LightningModule):
         asked = length if "total_steps" in signature(self.scheduler).parameters else {}
         return {
             "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": self.scheduler(optimizer, **asked), "interval": "step"},
+            "lr_scheduler": {
+                "scheduler": _built("scheduler", self.scheduler, optimizer, **asked),
+                "interval": "step",
+            },
         }
 
     def pair_logps(self, batch: Batch) -> PairLogps:
@@ -208,11 +208,27 @@ class DPOModule(L.LightningModule):
         every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if not every or (self.trainer.global_step + 1) % every:
             return
-        means = self.train_means.compute()
-        self.train_means.reset()
+        means = self._train_means()
         self.log("train/loss", means.pop("loss"), prog_bar=True)
         self.log_dict({f"train/{name}": value for name, value in means.items()})
         self.log("train/grad_norm", gradient_norm(self.policy.parameters()))
+
+    def on_train_epoch_end(self) -> None:
+        if self.train_means.update_called:
+            self._train_means()
+
+    def _train_means(self) -> dict[str, Tensor]:
+        """Means over the steps since the last ones, which must be numbers."""
+        means = self.train_means.compute()
+        self.train_means.reset()
+        if not means["loss"].isfinite():
+            raise UserError(
+                f"the training loss is {means['loss'].item()} at step {self.trainer.global_step}, "
+                f"with a learning rate of {self.trainer.optimizers[0].param_groups[0]['lr']:g} and "
+                f"precision {self.trainer.precision}: lower optimizer.lr, or train in 32-true or "
+                "bf16-mixed"
+            )
+        return means
 
     def on_validation_epoch_end(self) -> None:
         means = self.val_means.compute()
@@ -238,6 +254,16 @@ class DPOModule(L.LightningModule):
                 f"the checkpoint was trained with {DPOConfig(**saved)}, and this run has "
                 f"{self.loss}: repeat the settings of the run that is to go on"
             )
+
+
+def _built(what: str, make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """What a partial of the user's makes, or one message of why it makes nothing."""
+    try:
+        return make(*arguments, **options)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"the {what} cannot be built: {error}") from error
 
 
 def stacked_pairs(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:

@@ -52,6 +52,12 @@ class PolicyRecipe:
     chat_template: str | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.pretrained, str) or not self.pretrained:
+            raise UserError(
+                f"pretrained must be a folder, a .gguf file or a hub id, not {self.pretrained!r}"
+            )
+        if not isinstance(self.lora, Mapping | None):
+            raise UserError(f"lora must be options of peft.LoraConfig or null, not {self.lora!r}")
         check_dtype(self.dtype)
 
     def model(self) -> "PreTrainedModel | PeftModel":

@@ -127,10 +127,12 @@ def test_conversations_through_files(tmp_path, make):
         ({"val_split": 1.0}, "val_split must be .* not 1.0"),
         ({"truncation": "middle"}, "truncation must be one of right, left, not 'middle'"),
         ({"on_bad_row": "ignore"}, "on_bad_row must be one of raise, skip, not 'ignore'"),
-        ({"max_length": 1}, "max_length must be at least 2, not 1"),
-        ({"batch_size": 0}, "batch_size must be at least 1, not 0"),
-        ({"max_rows": 0}, "max_rows must be at least 1, not 0"),
-        ({"num_workers": -1}, "num_workers must be at least 0, not -1"),
+        ({"max_length": 1}, "max_length must be a whole number of at least 2, not 1"),
+        ({"batch_size": 0}, "batch_size must be a whole number of at least 1, not 0"),
+        ({"max_rows": 0}, "max_rows must be a whole number of at least 1, not 0"),
+        ({"batch_size": 2.5}, "batch_size must be a whole number of at least 1, not 2.5"),
+        ({"val_batch_size": 0}, "val_batch_size must be a whole number of at least 1, not 0"),
+        ({"num_workers": -1}, "num_workers must be a whole number of at least 0, not -1"),
     ],
 )
 def test_options_that_cannot_work_are_refused_at_once(options, message):
@@ -153,3 +155,8 @@ def test_a_missing_tokenizer_is_asked_for(write, make):
 )
 def test_padding_falls_back_to_the_end_token(special, pad, make):
     assert make("rows.jsonl", tokenizer=char_level(**special)).collate.pad_token_id == pad
+
+
+def test_a_file_for_validation_takes_the_place_of_a_share():
+    data = PreferenceDataModule("a.jsonl", val_path="b.jsonl", val_split=0.05)
+    assert data.val_split is None

@@ -73,6 +73,7 @@ def fit(  # noqa: PLR0913, one for each thing that a test varies
     ckpt_path=None,
     log_dir=None,
     limit_train_batches=None,
+    log_every=1,
 ):
     """Train and return final weights, gradients per step and the rows that were read."""
     L.seed_everything(7, verbose=False)
@@ -106,7 +107,7 @@ def fit(  # noqa: PLR0913, one for each thing that a test varies
         limit_train_batches=limit_train_batches,
         limit_val_batches=0,
         logger=CSVLogger(log_dir, "", "") if log_dir else False,
-        log_every_n_steps=1,
+        log_every_n_steps=log_every,
         callbacks=callbacks,
         enable_checkpointing=bool(checkpoint_dir),
         enable_progress_bar=False,

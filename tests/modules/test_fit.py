@@ -126,3 +126,10 @@ def test_an_optimizer_that_cannot_be_built_is_named(tmp_path, pairs13, monkeypat
     monkeypatch.setitem(OPTIMIZERS, "sgd", partial(torch.optim.SGD, betas=(0.9, 0.99)))
     with pytest.raises(UserError, match=r"optimizer cannot be built.*betas"):
         fit(pairs13, loss="simpo", cache=tmp_path, optimizer="sgd")
+
+
+def test_a_loss_that_is_no_number_stops_the_run(tmp_path, pairs13, monkeypatch):
+    """Also in a step that is not logged: one epoch of two steps."""
+    monkeypatch.setitem(OPTIMIZERS, "sgd", partial(torch.optim.SGD, lr=1e30))
+    with pytest.raises(UserError, match=r"training loss is (nan|inf).*lower optimizer.lr"):
+        fit(pairs13, loss="simpo", cache=tmp_path, optimizer="sgd", log_every=100, max_epochs=3)
