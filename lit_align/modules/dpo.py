@@ -7,6 +7,7 @@ are only the forward pass, the normalisation over the optimizer-step window and 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from inspect import signature
+from os import PathLike, fspath
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -26,6 +27,7 @@ from lit_align.ops import IGNORE_INDEX, completion_lengths
 from lit_align.policies import PolicyRecipe, has_adapter, policy_fingerprint
 
 Batch = Mapping[str, Tensor]
+Place = str | PathLike[str]
 
 PAIR_METRICS = (
     "loss",
@@ -71,11 +73,11 @@ class DPOModule(L.LightningModule):
 
     def __init__(
         self,
-        policy: str | PolicyRecipe | Mapping[str, Any] | PreTrainedModel,
+        policy: Place | PolicyRecipe | Mapping[str, Any] | PreTrainedModel,
         loss: str | DPOConfig | Mapping[str, Any] = "dpo",
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        reference: str | PolicyRecipe | Mapping[str, Any] | None = None,
+        reference: Place | PolicyRecipe | Mapping[str, Any] | None = None,
         optimizer: Callable[..., Optimizer] | None = None,
         scheduler: Callable[..., Any] | None = None,
     ) -> None:
@@ -308,10 +310,12 @@ def pair_metrics(pair: PairLoss, logps: PairLogps) -> dict[str, Tensor]:
     }
 
 
-def _recipe(policy: str | PolicyRecipe | Mapping[str, Any]) -> PolicyRecipe:
+def _recipe(policy: Place | PolicyRecipe | Mapping[str, Any]) -> PolicyRecipe:
     if isinstance(policy, PolicyRecipe):
         return policy
-    return PolicyRecipe(policy) if isinstance(policy, str) else PolicyRecipe(**policy)
+    if isinstance(policy, str | PathLike):
+        return PolicyRecipe(fspath(policy))
+    return PolicyRecipe(**policy)
 
 
 def _config(loss: str | DPOConfig | Mapping[str, Any]) -> DPOConfig:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,9 @@ class PolicyRecipe:
     chat_template: str | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.pretrained, PathLike):
+            # A path is as good as its text, but checkpoints keep recipes as plain values.
+            object.__setattr__(self, "pretrained", fspath(self.pretrained))
         if not isinstance(self.pretrained, str) or not self.pretrained:
             raise UserError(
                 f"pretrained must be a folder, a .gguf file or a hub id, not {self.pretrained!r}"
