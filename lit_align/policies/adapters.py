@@ -2,8 +2,8 @@
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from difflib import get_close_matches
 from typing import Any
 
@@ -24,12 +24,18 @@ def has_adapter(model: nn.Module) -> bool:
     return hasattr(model, "disable_adapter")
 
 
-def reference_mode(model: Any) -> AbstractContextManager[None]:
-    """The model as its own reference: inside, its adapter is off; without one, nothing changes."""
-    context: AbstractContextManager[None] = (
-        model.disable_adapter() if has_adapter(model) else nullcontext()
-    )
-    return context
+@contextmanager
+def reference_mode(model: Any) -> Iterator[None]:
+    """The model as its own reference: inside, its adapter is off; without one, nothing changes.
+
+    Biases that are trained beside an adapter (`bias="all"`) stay as they are: whether they have
+    moved, `policy_fingerprint` tells.
+    """
+    adapter_off = model.disable_adapter if has_adapter(model) else nullcontext
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Careful, disabling adapter layers with bias")
+        with adapter_off():
+            yield
 
 
 def attach_lora(model: Any, options: Mapping[str, Any]) -> Any:

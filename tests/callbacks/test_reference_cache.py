@@ -320,6 +320,16 @@ def test_a_reference_computed_under_a_trained_adapter_is_the_base_all_the_same(
     assert_same(again.cache, first.cache)
 
 
+def test_biases_trained_beside_an_adapter_do_not_move_the_reference(run, tools, tmp_path):
+    """They belong to the base: switching the adapter off leaves them as training made them."""
+    biased = tools.save_llama(tmp_path / "biased", attention_bias=True)
+    policy = {"pretrained": str(biased), "lora": LORA | {"bias": "all"}}
+    first = run(policy, lr=1.0, folder=tmp_path / "first")
+    again = run(module=first.module, folder=tmp_path / "second")
+    assert again.scored == 14
+    assert_same(again.cache, first.cache)
+
+
 def test_a_second_model_can_be_the_reference(run, llama, tools, tmp_path):
     other = tools.save_llama(tmp_path / "other", seed=5)
     result = run(module_options={"reference": str(other)})
