@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 from lit_align.callbacks.attached import dpo_module, preference_data
 from lit_align.callbacks.inference import inference
 from lit_align.callbacks.ranks import from_all_ranks, is_sharded, turns
+from lit_align.errors import UserError
 from lit_align.modules import DPOModule
 
 
@@ -30,6 +31,13 @@ class ExactMatch(L.Callback):
     def __init__(
         self, rows: int | None = None, batch_size: int = 64, max_new_tokens: int | None = None
     ) -> None:
+        for name, value in (
+            ("rows", rows),
+            ("batch_size", batch_size),
+            ("max_new_tokens", max_new_tokens),
+        ):
+            if value is not None and value < 1:
+                raise UserError(f"exact_match.{name} must be at least 1, not {value}")
         self.rows = rows
         self.batch_size = batch_size
         self.max_new_tokens = max_new_tokens

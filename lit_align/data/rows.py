@@ -13,6 +13,8 @@ Message = dict[str, Any]
 
 COLUMNS = ("prompt", "chosen", "rejected", "tools", "chat_template_kwargs")
 REQUIRED = ("chosen", "rejected")
+# Arguments of the rendering itself, no variables of a template.
+TAKEN = frozenset({"add_generation_prompt", "continue_final_message", "tokenize", "tools"})
 # Names that other collections give to the prompt.
 NOT_PROMPT = frozenset({"input", "instruction", "query", "question"})
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "environment")
@@ -207,6 +209,8 @@ def _template_kwargs(value: Any) -> dict[str, Any]:
         return {}
     if not isinstance(value, Mapping):
         raise RowError(f"field 'chat_template_kwargs' must be an object, not {_kind(value)}")
+    if taken := TAKEN & value.keys():
+        raise RowError(f"'chat_template_kwargs' cannot set '{min(taken)}', which is ours to set")
     return dict(without_nulls(value))
 
 

@@ -194,7 +194,11 @@ def _from_file(path: Path, split: str) -> Source:
 def _from_folder(path: Path, split: str) -> Source:
     if not any((path / mark).exists() for mark in ("state.json", "dataset_dict.json")):
         return _from_hub(str(path), split)
-    data = load_from_disk(str(path))
+    try:
+        data = load_from_disk(str(path))
+    # Arrow and the library have an exception of their own for each way to be broken.
+    except Exception as error:
+        raise UserError(f"the data set in {path} cannot be read: {error}") from error
     if isinstance(data, DatasetDict):
         if split not in data:
             raise UserError(f"{path.name} has no split '{split}' (it has: {', '.join(data)})")

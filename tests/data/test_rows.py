@@ -172,3 +172,15 @@ def test_a_prompt_under_another_name_is_not_left_out_in_silence():
     with pytest.raises(RowError, match="no 'prompt', but 'question'"):
         read_row(row)
     assert read_row(row | {"prompt": "2 + 2 ="}).prompt == "2 + 2 ="
+
+
+def test_a_row_cannot_change_how_it_is_rendered():
+    with pytest.raises(RowError, match="cannot set 'tokenize'"):
+        read_row(
+            {
+                "prompt": [{"role": "user", "content": "2 + 2 ="}],
+                "chosen": [{"role": "assistant", "content": "4"}],
+                "rejected": [{"role": "assistant", "content": "5"}],
+                "chat_template_kwargs": {"tokenize": True},
+            }
+        )

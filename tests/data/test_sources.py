@@ -164,3 +164,11 @@ def test_a_table_without_the_columns_is_refused_once(write, tmp_path):
     path = write([{"prompt": "a", "chosen": "b"}], tmp_path)
     with pytest.raises(UserError, match=r"has no column 'rejected' \(it has: prompt, chosen\)"):
         list(open_source(path, "train"))
+
+
+def test_a_damaged_arrow_folder_is_named(tmp_path):
+    Dataset.from_dict({"chosen": ["a"] * 50, "rejected": ["b"] * 50}).save_to_disk(tmp_path / "set")
+    (part,) = (tmp_path / "set").glob("*.arrow")
+    part.write_bytes(part.read_bytes()[:100])
+    with pytest.raises(UserError, match=r"data set in .*set cannot be read"):
+        open_source(tmp_path / "set", "train")
