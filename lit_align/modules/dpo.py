@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import lightning as L
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from lit_align.errors import UserError
 from lit_align.logprobs import Alignment, response_logprobs
@@ -59,7 +59,7 @@ class DPOModule(L.LightningModule):
 
     Args:
         policy: hub id, folder, GGUF file or "tiny"; or a recipe that says how to load one; or a
-            loaded model.
+            loaded model, with an adapter of peft or without.
         loss: name of a loss with its defaults, or its config.
         tokenizer: of a loaded model that does not know where its own came from.
         reference: recipe of a second model to compare with; None: the policy before step 0.
@@ -68,12 +68,12 @@ class DPOModule(L.LightningModule):
             optimizer step; None: constant.
     """
 
-    policy: PreTrainedModel
+    policy: Any  # a model of transformers, or of peft around one
     reference_fingerprint: str
 
     def __init__(
         self,
-        policy: Place | PolicyRecipe | Mapping[str, Any] | PreTrainedModel,
+        policy: Place | PolicyRecipe | Mapping[str, Any] | nn.Module,
         loss: str | DPOConfig | Mapping[str, Any] = "dpo",
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
@@ -82,8 +82,8 @@ class DPOModule(L.LightningModule):
         scheduler: Callable[..., Any] | None = None,
     ) -> None:
         super().__init__()
-        self.recipe = None if isinstance(policy, PreTrainedModel) else _recipe(policy)
-        if isinstance(policy, PreTrainedModel):
+        self.recipe = None if isinstance(policy, nn.Module) else _recipe(policy)
+        if isinstance(policy, nn.Module):
             self.policy = policy
         self.reference = None if reference is None else _recipe(reference)
         self.loss = _config(loss)

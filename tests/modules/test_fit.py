@@ -133,3 +133,12 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path, pairs13, monkeypatch):
     monkeypatch.setitem(OPTIMIZERS, "sgd", partial(torch.optim.SGD, lr=1e30))
     with pytest.raises(UserError, match=r"training loss is (nan|inf).*lower optimizer.lr"):
         fit(pairs13, loss="simpo", cache=tmp_path, optimizer="sgd", log_every=100, max_epochs=3)
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 2, "target_modules": "all-linear"}])
+def test_a_loaded_model_is_taken_as_it_is(tmp_path, pairs13, lora):
+    model = PolicyRecipe(lora=lora).model()
+    before = [p.detach().clone() for p in model.parameters() if p.requires_grad]
+    fit(pairs13, policy=model, cache=tmp_path, max_steps=2)
+    moved = (p for p in model.parameters() if p.requires_grad)
+    assert any(not torch.equal(p, old) for p, old in zip(moved, before, strict=True))
