@@ -19,10 +19,9 @@ from lit_align import cli
 from lit_align.cli import errors
 from lit_align.cli import train as verb
 from lit_align.cli.outcome import Outcome
-from lit_align.cli.process import left_as_found
+from lit_align.cli.process import TERMINATED, left_as_found
 from lit_align.cli.run import optimized
 from lit_align.cli.sweep import SweepReport, processes, varied
-from lit_align.cli.train import TERMINATED
 from lit_align.errors import UserError
 from lit_align.resources import resource
 

@@ -5,6 +5,7 @@ from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.utilities import rank_zero_info
 
 from lit_align.callbacks.attached import dpo_module, preference_data
+from lit_align.modules.window import replica
 
 
 class Plan(L.Callback):
@@ -19,7 +20,7 @@ class Plan(L.Callback):
             f"policy: {type(module.policy).__name__}, {trained:,} of {sum(n for n, _ in sizes):,} "
             f"parameters trained, {trainer.precision}; loss: {module.loss}"
         )
-        pairs, ranks = len(data.train_rows), trainer.world_size
+        pairs, (_, ranks) = len(data.train_rows), replica(trainer)
         step = data.batch_size * trainer.accumulate_grad_batches * ranks
         steps = trainer.estimated_stepping_batches
         rank_zero_info(

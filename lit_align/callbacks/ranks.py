@@ -8,17 +8,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lit_align.modules.window import replica
+
 T = TypeVar("T")
-
-
-def replica(trainer: L.Trainer) -> tuple[int, int]:
-    """Which replica of the data this rank reads, and how many there are.
-
-    Ranks that hold pieces of one layer (tensor parallelism) are one replica: they must see the
-    same batches, so the number of processes is the wrong number to share work by.
-    """
-    shares = trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
-    return shares["rank"], shares["num_replicas"]
 
 
 def turns(trainer: L.Trainer, batches: Sequence[T]) -> Iterator[tuple[T, bool]]:

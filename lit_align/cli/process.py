@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,9 @@ RANK_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
+
+# What a shell reports of a process that SIGTERM ended.
+TERMINATED = 128 + signal.SIGTERM
 
 
 def is_first_rank() -> bool:

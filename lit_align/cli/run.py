@@ -15,9 +15,9 @@ from lightning.pytorch.callbacks import ProgressBar
 from omegaconf import DictConfig, OmegaConf
 
 from lit_align.callbacks import StepProgressBar
+from lit_align.cli.process import TERMINATED
 from lit_align.errors import UserError
 
-TERMINATED = 128 + signal.SIGTERM
 _IN_A_CHECKPOINT = {"state_dict", "optimizer_states", "loops"}
 
 
@@ -54,16 +54,16 @@ def run(cfg: DictConfig) -> dict[str, Any]:
 
 def settle(cfg: DictConfig) -> None:
     """Set what holds for the whole process."""
-    for name, least in (("num_threads", 1), ("seed", 0)):
-        value = cfg[name]
-        if not (isinstance(value, int) and least <= value < 2**32) and (name, value) != (
-            "num_threads",
-            None,
-        ):
-            raise UserError(f"{name} must be a whole number of at least {least}, not {value!r}")
     if cfg.num_threads is not None:
-        torch.set_num_threads(cfg.num_threads)
-    L.seed_everything(cfg.seed, workers=True)
+        torch.set_num_threads(whole("num_threads", cfg.num_threads, least=1))
+    L.seed_everything(whole("seed", cfg.seed, least=0), workers=True)
+
+
+def whole(name: str, value: Any, *, least: int) -> int:
+    """The value, if it is a whole number that torch and Lightning can take."""
+    if isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**32:
+        return value
+    raise UserError(f"{name} must be a whole number of at least {least}, not {value!r}")
 
 
 def build(node: Any, **options: Any) -> Any:
@@ -76,11 +76,7 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
     ends = cfg.trainer
     if ends.max_steps == -1 and ends.max_epochs is None and ends.max_time is None:
         ends.max_epochs = 1
-    if not (isinstance(ends.accumulate_grad_batches, int) and ends.accumulate_grad_batches > 0):
-        raise UserError(
-            "trainer.accumulate_grad_batches must be a whole number of at least 1, not "
-            f"{ends.accumulate_grad_batches!r}"
-        )
+    whole("trainer.accumulate_grad_batches", ends.accumulate_grad_batches, least=1)
     callbacks, loggers = (
         [build(node) for node in group.values() if node is not None]
         for group in (cfg.callbacks, cfg.logger)

@@ -1,7 +1,6 @@
 """The verb `train`: Hydra composes, `run` builds and fits, the outcome is told and kept."""
 
 import logging
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,11 +17,10 @@ from omegaconf.errors import OmegaConfBaseException
 from lit_align.cli.conf import conf_dir
 from lit_align.cli.errors import explain, headline, hydra_raises, mistake, restore_environment
 from lit_align.cli.outcome import Outcome
-from lit_align.cli.process import is_first_rank, left_as_found, wait_for_first_rank
+from lit_align.cli.process import TERMINATED, is_first_rank, left_as_found, wait_for_first_rank
 from lit_align.cli.sweep import processes, run_apart
 
 log = logging.getLogger(__name__)
-TERMINATED = 128 + signal.SIGTERM
 
 
 def main() -> None:

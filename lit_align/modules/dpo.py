@@ -22,7 +22,7 @@ from lit_align.logprobs import Alignment, response_logprobs
 from lit_align.losses import DPOConfig, PairLoss, TensorCache, compute_loss
 from lit_align.modules.metrics import RunningMeans, gradient_norm
 from lit_align.modules.sharding import shard
-from lit_align.modules.window import window_mean
+from lit_align.modules.window import replica, window_mean
 from lit_align.ops import IGNORE_INDEX, completion_lengths
 from lit_align.policies import PolicyRecipe, has_adapter, policy_fingerprint
 
@@ -201,10 +201,10 @@ class DPOModule(L.LightningModule):
         Lightning's checkpoints hold no random state; so what dropout draws depends on the step
         and the rank alone, and a resumed run draws what an uninterrupted one would.
         """
-        replica = (self.trainer.distributed_sampler_kwargs or {"rank": 0})["rank"]
+        rank, _ = replica(self.trainer)
         step = self.trainer.fit_loop.epoch_loop.total_batch_idx
         assert self._seed is not None
-        torch.manual_seed(((self._seed << 24) + step << 7) + replica & 2**63 - 1)
+        torch.manual_seed(((self._seed << 24) + step << 7) + rank & 2**63 - 1)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]

@@ -12,6 +12,16 @@ from torch import Tensor
 from lit_align.ops import masked_sum
 
 
+def replica(trainer: L.Trainer) -> tuple[int, int]:
+    """Which replica of the data this rank reads, and how many there are.
+
+    Ranks that hold pieces of one layer (tensor parallelism) are one replica: they must see the
+    same batches, so the number of processes is the wrong number to share work by.
+    """
+    shares = trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
+    return shares["rank"], shares["num_replicas"]
+
+
 def window_mean(
     losses: Tensor, mask: Tensor, window_rows: Tensor | None, trainer: L.Trainer
 ) -> Tensor:
@@ -33,6 +43,5 @@ def window_mean(
     total = masked_sum(losses, mask)
     if window_rows is None:
         return total / mask.sum().clamp(min=1)
-    replicas = (trainer.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"]
-    factor: int = trainer.accumulate_grad_batches * replicas
+    factor: int = trainer.accumulate_grad_batches * replica(trainer)[1]
     return total * factor / window_rows
