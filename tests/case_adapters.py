@@ -78,7 +78,8 @@ def a_step_is_divided_by_its_whole_window(case: Case) -> None:
     counts = torch.tensor(given["token_counts"])
     ranks, accumulate = counts.shape
     trainer = SimpleNamespace(
-        accumulate_grad_batches=accumulate, distributed_sampler_kwargs={"num_replicas": ranks}
+        accumulate_grad_batches=accumulate,
+        distributed_sampler_kwargs={"num_replicas": ranks, "rank": 0},
     )
 
     def returned(rank: int, micro_batch: int) -> float:
