@@ -9,8 +9,16 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from golden_adapters_advantages import (
+    ADVANTAGES_ADAPTERS,
+    ADVANTAGES_LEFT_OUT,
+    ADVANTAGES_OVERRULED_WHERE,
+    NAMED_BY,
+)
 from golden_adapters_e2e import E2E_ADAPTERS
+from golden_adapters_policy import POLICY_ADAPTERS, POLICY_LEFT_OUT, POLICY_NAMED_BY
 from golden_cases import Case, Result
+from golden_overruled_policy import POLICY_OVERRULED_WHERE
 from replay import Replay
 from torch import Tensor
 from torch.nn import functional as F
@@ -27,6 +35,8 @@ SYNONYMS = {"simpo_gamma"}
 LEFT_OUT = {
     "metrics/logits/*": "mean logits of a whole vocabulary are never computed",
     "metrics/mean_token_accuracy": "the likeliest token is never looked for",
+    **ADVANTAGES_LEFT_OUT,
+    **POLICY_LEFT_OUT,
 }
 
 
@@ -181,7 +191,9 @@ ADAPTERS: dict[str, Callable[[Case], Result]] = {
     "wpo": wpo,
     "wpo__open_instruct": wpo_of_sums,
     "wpo__trl_no_clamp": wpo,
+    **ADVANTAGES_ADAPTERS,
     **E2E_ADAPTERS,
+    **POLICY_ADAPTERS,
 }
 
 
@@ -199,7 +211,11 @@ def a_weight_passes_1(case: Case) -> bool:
 
 
 # Variants that DISAGREEMENTS.md overrules in part: where they must differ from us.
-OVERRULED_WHERE = {"wpo__trl_no_clamp": a_weight_passes_1}
+OVERRULED_WHERE = {
+    "wpo__trl_no_clamp": a_weight_passes_1,
+    **ADVANTAGES_OVERRULED_WHERE,
+    **POLICY_OVERRULED_WHERE,
+}
 
 # What does not make another loss of an end-to-end case.
 PLAIN = {"loss_type", "beta", "lr", "optimizer", "weight_decay", "betas", "eps", "steps"}
@@ -207,7 +223,10 @@ PLAIN |= {"gradient_clipping"}
 
 
 def mapped_as(case: Case) -> str:
-    """The name an adapter goes by: the variant, and of TRL's trainer the loss it was set to."""
+    """The name an adapter goes by: the variant, and what it was set to where that matters."""
+    named_by = {**NAMED_BY, **POLICY_NAMED_BY}
+    if case.variant in named_by:
+        return f"{case.variant}[{named_by[case.variant](case)}]"
     losses = case.params.get("loss_type")
     if not isinstance(losses, list):
         return case.variant

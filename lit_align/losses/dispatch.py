@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor
 
 from lit_align.errors import UserError
 from lit_align.losses.cache import TensorCache
+from lit_align.losses.config import FrozenConfig
 from lit_align.losses.preference import PREFERENCE_LOSSES, PairLoss
 from lit_align.losses.variants import Variant
 from lit_align.ops import completion_lengths
@@ -22,7 +23,7 @@ class DPOLossType(StrEnum):
     wpo = "wpo"
 
 
-class DPOConfig:
+class DPOConfig(FrozenConfig):
     """Which preference loss, and every hyperparameter it takes, as attributes.
 
     Two configs of one loss with the same values are equal, whichever alias named them.
@@ -47,29 +48,8 @@ class DPOConfig:
         """The function, and what it reads."""
         return PREFERENCE_LOSSES[self.loss_type]
 
-    def as_dict(self) -> dict[str, float | str | None]:
-        """Plain values: what `DPOConfig(**values)` makes this config of."""
-        return dict(vars(self))
-
-    def __getattr__(self, name: str) -> Any:
-        # Reached only for what is not there; while a copy is being made, nothing is.
-        loss_type = vars(self).get("loss_type")
-        raise AttributeError(f"loss '{loss_type}' has no hyperparameter '{name}'")
-
-    def __setattr__(self, name: str, value: object) -> NoReturn:
-        raise AttributeError(f"a DPOConfig does not change: make another one to set {name}")
-
-    def __delattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"a DPOConfig does not change: it keeps its {name}")
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, DPOConfig) and vars(self) == vars(other)
-
-    def __hash__(self) -> int:
-        return hash(tuple(vars(self).items()))
-
-    def __repr__(self) -> str:
-        return f"DPOConfig({', '.join(f'{key}={value!r}' for key, value in vars(self).items())})"
+    def _lacks(self, name: str) -> str:
+        return f"loss '{vars(self).get('loss_type')}' has no hyperparameter '{name}'"
 
 
 def compute_loss(

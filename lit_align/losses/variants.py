@@ -1,9 +1,10 @@
-"""Tables of named losses.
+"""Tables of named losses, and of the parts that losses are put together from.
 
 A variant is a plain function, and its signature is its whole contract. The parameters before `*`
 are the tensors it reads, by their glossary names (those with a default may be missing); the
-parameters after `*` are its hyperparameters, each with its default and, in its annotation, the
-values it may have. Adding a variant is adding one function and one YAML file.
+parameters after `*` are its hyperparameters, each with its default (without one it must be given)
+and, in its annotation, the values it may have. Adding a variant is adding one function and one YAML
+file.
 """
 
 import inspect
@@ -27,20 +28,27 @@ class Rule(Protocol):
 
 @dataclass(frozen=True)
 class Range:
-    """Finite numbers above `above`, not below `least`, and below `below`."""
+    """Finite numbers above `above`, not below `least`, below `below`, and not above `most`."""
 
     above: float = -math.inf
     least: float = -math.inf
     below: float = math.inf
+    most: float = math.inf
 
     def admits(self, value: object) -> bool:
         # True is a number to Python; here it is a flag in the wrong place.
         if isinstance(value, bool) or not isinstance(value, Real):
             return False
-        return self.above < float(value) < self.below and float(value) >= self.least
+        number = float(value)
+        return self.above < number < self.below and self.least <= number <= self.most
 
     def __str__(self) -> str:
-        bounds = {"above": self.above, "not below": self.least, "below": self.below}
+        bounds = {
+            "above": self.above,
+            "not below": self.least,
+            "below": self.below,
+            "not above": self.most,
+        }
         said = [f"{word} {bound:g}" for word, bound in bounds.items() if math.isfinite(bound)]
         return " ".join(["a finite number", " and ".join(said)]).strip()
 
@@ -60,9 +68,9 @@ class OneOf:
 
 @dataclass(frozen=True)
 class Hyperparameter:
-    """One parameter after `*`: its default, and what it may be set to."""
+    """One parameter after `*`: its default (`Parameter.empty`: none), and what it may be set to."""
 
-    default: float | str | None
+    default: Any
     rule: Rule
 
     @classmethod
@@ -84,6 +92,7 @@ class Variant:
         tensors: the tensors it cannot do without, in the order of the signature.
         optional_tensors: the tensors it reads if there are any.
         hyperparameters: by name, in the order of the signature.
+        noun: what kind of thing it is, for messages.
     """
 
     name: str
@@ -92,6 +101,10 @@ class Variant:
     tensors: tuple[str, ...]
     optional_tensors: tuple[str, ...]
     hyperparameters: Mapping[str, Hyperparameter]
+    noun: str = "loss"
+
+    def __str__(self) -> str:
+        return f"{self.noun} '{self.name}'"
 
     @property
     def reads_reference(self) -> bool:
@@ -112,28 +125,28 @@ class Variant:
         """Every hyperparameter with its value: the given ones checked, the others' defaults.
 
         Raises:
-            UserError: for a name the loss does not take, or a value it cannot honour.
+            UserError: for a name the loss does not take, a value it cannot honour, or one that is
+                missing.
         """
         if unknown := given.keys() - self.hyperparameters.keys():
             raise UserError(
-                f"loss '{self.name}' takes {', '.join(self.hyperparameters)}, "
-                f"not {', '.join(sorted(unknown))}"
+                f"{self} takes {', '.join(self.hyperparameters)}, not {', '.join(sorted(unknown))}"
             )
         return {name: self._value(name, given) for name in self.hyperparameters}
 
     def _value(self, name: str, given: Mapping[str, Any]) -> float | str | None:
         hyperparameter = self.hyperparameters[name]
         value = given.get(name, hyperparameter.default)
+        if value is inspect.Parameter.empty:
+            raise UserError(f"{self} needs {name}, {hyperparameter.rule}: it has no default")
         if not hyperparameter.rule.admits(value):
-            raise UserError(
-                f"loss '{self.name}': {name} must be {hyperparameter.rule}, not {value!r}"
-            )
+            raise UserError(f"{self}: {name} must be {hyperparameter.rule}, not {value!r}")
         return value if value is None or isinstance(value, str) else float(value)
 
     def __call__(self, available: Mapping[str, Any], args: Any) -> Any:
         """Call the function with the tensors it names and its hyperparameters read off `args`."""
         if missing := [name for name in self.tensors if name not in available]:
-            raise ValueError(f"loss '{self.name}' needs {', '.join(missing)}")
+            raise ValueError(f"{self} needs {', '.join(missing)}")
         tensors = {
             name: available[name]
             for name in (*self.tensors, *self.optional_tensors)
@@ -148,11 +161,13 @@ class Variants(dict[str, Variant]):
 
     Args:
         aliases: other names of a variant, by alias. They can be looked up but are not listed.
+        noun: what the table holds, for messages; best the option that chooses from it.
     """
 
-    def __init__(self, aliases: Mapping[str, str] | None = None) -> None:
+    def __init__(self, aliases: Mapping[str, str] | None = None, noun: str = "loss") -> None:
         super().__init__()
         self.aliases = dict(aliases or {})
+        self.noun = noun
 
     def register(
         self, name: str, *, average_logps: bool = False, **defaults: float
@@ -167,7 +182,7 @@ class Variants(dict[str, Variant]):
 
         def enter(fn: Fn) -> Fn:
             if name in self:
-                raise ValueError(f"loss '{name}' is already taken by {self[name].fn.__qualname__}")
+                raise ValueError(f"{self[name]} is already taken by {self[name].fn.__qualname__}")
             parameters = inspect.signature(fn, eval_str=True).parameters
             optional = {n for n, p in parameters.items() if p.default is not p.empty}
             tensors = [n for n, p in parameters.items() if p.kind is not p.KEYWORD_ONLY]
@@ -183,6 +198,7 @@ class Variants(dict[str, Variant]):
                 tuple(n for n in tensors if n not in optional),
                 tuple(n for n in tensors if n in optional),
                 hyperparameters,
+                self.noun,
             )
             return fn
 
@@ -192,4 +208,4 @@ class Variants(dict[str, Variant]):
         if name in self.aliases:
             return self[self.aliases[name]]
         also = "".join(f", {alias} (= {own})" for alias, own in self.aliases.items())
-        raise UserError(f"unknown loss '{name}'; known: {', '.join(sorted(self))}{also}")
+        raise UserError(f"unknown {self.noun} '{name}'; known: {', '.join(sorted(self))}{also}")

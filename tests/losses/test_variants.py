@@ -130,3 +130,28 @@ def test_a_lower_bound_is_admitted_where_it_is_inclusive_only():
     assert Range(least=0).admits(0)
     assert not Range(above=0).admits(0)
     assert not Range(below=0.5).admits(0.5)
+
+
+def test_a_hyperparameter_without_a_default_must_be_given():
+    table = Variants(noun="aggregation")
+
+    @table.register("constant")
+    def constant(losses, *, length: Annotated[float, Range(least=1)]):
+        return length
+
+    with pytest.raises(UserError, match=r"aggregation 'constant' needs length, .* no default"):
+        table["constant"].settings({})
+    assert table["constant"].settings({"length": 8}) == {"length": 8.0}
+
+
+def test_messages_say_what_a_table_holds():
+    table = Variants(noun="aggregation")
+    with pytest.raises(UserError, match="unknown aggregation 'mean'; known: "):
+        table["mean"]
+
+
+def test_a_range_may_include_its_upper_end():
+    share = Range(least=0, most=1)
+    assert [share.admits(value) for value in (0, 0.5, 1, 1.01)] == [True, True, True, False]
+    assert str(share) == "a finite number not below 0 and not above 1"
+    assert not Range(most=math.inf).admits(math.inf)

@@ -1,0 +1,191 @@
+"""Which policy loss: one choice per axis, checked when they are made.
+
+The axes are independent. What one of them offers is a table of functions; what does not go together
+with what is said here, with the reason.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from lit_align.errors import UserError
+from lit_align.losses.advantages import ADVANTAGES
+from lit_align.losses.aggregation import AGGREGATIONS
+from lit_align.losses.config import FrozenConfig
+from lit_align.losses.correction import CORRECTIONS
+from lit_align.losses.kl import kl_estimator as kl_variant
+from lit_align.losses.policy import SURROGATES
+from lit_align.losses.ratio import RATIOS
+from lit_align.losses.variants import OneOf, Range, Rule, Variant
+
+_BETA = Range(least=0)
+_PLACES = OneOf(("loss", "reward"))
+# open-instruct's config has both bounds whatever its loss; cispo has no use for the lower one.
+_UNUSED = {"cispo": {"clip_lower"}}
+
+
+class GRPOConfig(FrozenConfig):
+    """Which policy loss: one choice per axis, and every hyperparameter that the choices take.
+
+    Two configs with the same choices and values are equal, whichever alias named them.
+
+    Args:
+        loss_fn: the surrogate, a name of `SURROGATES`; "dapo" is "clip".
+        ratio_level: a name of `RATIOS`.
+        aggregation: a name of `AGGREGATIONS`.
+        advantage: a name of `ADVANTAGES`.
+        correction: of the sampler's mismatch, a name of `CORRECTIONS`.
+        kl_estimator: a number or name of `KL_ESTIMATORS`; 2 is "k3".
+        kl_in: "loss", or "reward": then it is subtracted there before there are advantages.
+        beta: weight of the KL, >= 0; usually 0 to 0.1.
+        hyperparameters: of the chosen functions, by their names; those left out have the
+            function's own default. With "cispo", `clip_lower` may be given and does nothing.
+
+    Raises:
+        UserError: for an unknown name, a value that cannot be honoured, a hyperparameter that
+            nothing chosen reads, or choices that do not go together; each with the reason.
+    """
+
+    loss_fn: str
+    ratio_level: str
+    aggregation: str
+    advantage: str
+    correction: str
+    kl_estimator: int | str
+    kl_in: str
+    beta: float
+
+    def __init__(
+        self,
+        loss_fn: str = "dapo",
+        *,
+        ratio_level: str = "token",
+        aggregation: str = "token_mean",
+        advantage: str = "group_mean_std",
+        correction: str = "none",
+        kl_estimator: int | str = 2,
+        kl_in: str = "loss",
+        beta: float = 0.0,
+        **hyperparameters: float | str | None,
+    ) -> None:
+        vars(self).update(loss_fn=loss_fn, ratio_level=ratio_level, aggregation=aggregation)
+        vars(self).update(advantage=advantage, correction=correction, kl_estimator=kl_estimator)
+        vars(self).update(kl_in=_checked("kl_in", kl_in, _PLACES))
+        vars(self).update(beta=float(_checked("beta", beta, _BETA)))
+        vars(self).update(_settings(self.variants, hyperparameters))
+        _refuse_clashes(self)
+
+    @property
+    def variants(self) -> dict[str, Variant]:
+        """The function of each axis, and what it reads."""
+        return {
+            "loss_fn": SURROGATES[self.loss_fn],
+            "ratio_level": RATIOS[self.ratio_level],
+            "aggregation": AGGREGATIONS[self.aggregation],
+            "advantage": ADVANTAGES[self.advantage],
+            "correction": CORRECTIONS[self.correction],
+            "kl_estimator": kl_variant(self.kl_estimator),
+        }
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether anything depends on a reference."""
+        return self.beta != 0
+
+    @property
+    def reads_ratio(self) -> bool:
+        """Whether the surrogate allows for a policy that has moved since it was sampled from."""
+        return "ratio" in self.variants["loss_fn"].tensors
+
+    @property
+    def reads_sampler(self) -> bool:
+        """Whether the log-probs under which completions were sampled are needed."""
+        return "sampler_logprobs" in self.variants["correction"].tensors
+
+    @property
+    def needs_group(self) -> bool:
+        """Whether a completion is compared with others of its prompt, so that two are needed."""
+        return "groups" in self.variants["advantage"].tensors
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, without aliases: what `GRPOConfig(**values)` makes an equal config of."""
+        return vars(self) | {axis: variant.name for axis, variant in self.variants.items()}
+
+    def _lacks(self, name: str) -> str:
+        return f"nothing that this GRPOConfig chooses has a hyperparameter '{name}'"
+
+
+ExperimentConfig = GRPOConfig
+
+
+def _settings(
+    chosen: Mapping[str, Variant], given: Mapping[str, float | str | None]
+) -> dict[str, float | str | None]:
+    """Every hyperparameter of the choices with its value.
+
+    Raises:
+        UserError: for one that nothing chosen reads.
+    """
+    taken: dict[str, float | str | None] = {}
+    for variant in chosen.values():
+        taken |= variant.settings({n: v for n, v in given.items() if n in variant.hyperparameters})
+    unused = given.keys() & _UNUSED.get(chosen["loss_fn"].name, set())
+    if unread := given.keys() - taken.keys() - unused:
+        names = sorted(unread)
+        choices = ", ".join(str(variant) for variant in chosen.values())
+        raise UserError(
+            f"nothing that was chosen reads {', '.join(names)}: {choices} take "
+            f"{', '.join(taken) or 'no hyperparameters'}. Take it out; on the command line, "
+            + " ".join(f"~loss.{name}" for name in names)
+        )
+    return taken | {name: given[name] for name in sorted(unused)}
+
+
+def _checked(name: str, value: Any, rule: Rule) -> Any:
+    """The value, if it is one that may be."""
+    if not rule.admits(value):
+        raise UserError(f"{name} must be {rule}, not {value!r}")
+    return value
+
+
+def _reads_ratio(config: GRPOConfig, axis: str) -> bool:
+    return "ratio" in config.variants[axis].tensors
+
+
+# What does not go together: when, and why not.
+_CLASHES: tuple[tuple[Callable[[GRPOConfig], bool], str], ...] = (
+    (
+        lambda config: config.ratio_level != "token" and not _reads_ratio(config, "loss_fn"),
+        "loss_fn '{loss_fn}' has no ratio, so that ratio_level '{ratio_level}' would change "
+        "nothing: leave it at 'token', or choose a loss_fn that has one",
+    ),
+    (
+        lambda config: config.ratio_level != "token" and _reads_ratio(config, "kl_estimator"),
+        "kl_estimator '{kl_estimator}' weighs each token by its own ratio, and ratio_level is "
+        "'{ratio_level}': choose k2, whose gradient is as right without a ratio",
+    ),
+    (
+        lambda config: config.kl_in == "reward" and _reads_ratio(config, "kl_estimator"),
+        "kl_estimator '{kl_estimator}' needs the ratio of new to old probabilities, which is 1 "
+        "when rewards are given: with kl_in 'reward' choose k1",
+    ),
+)
+
+
+def _refuse_clashes(config: GRPOConfig) -> None:
+    """Raise UserError for choices that do not go together; warn of one that does nothing."""
+    for clash, reason in _CLASHES:
+        if clash(config):
+            raise UserError(reason.format(**vars(config)))
+    # What a surrogate's own hyperparameters may not be together, it says itself.
+    one = torch.ones(1, 1, device="cpu")
+    config.variants["loss_fn"]({"new_logprobs": one, "ratio": one, "advantages": one}, config)
+    estimator = config.variants["kl_estimator"].name
+    if config.reads_reference and config.kl_in == "loss" and estimator == "k1":
+        warnings.warn(
+            "k1 in the loss has an expected gradient of 0: it adds noise and pulls towards no "
+            "reference. Choose kl_estimator 'k2' or 'ratio_k3', or kl_in 'reward'",
+            stacklevel=3,
+        )
