@@ -1,7 +1,32 @@
-"""Preference data: reading, tokenisation, batches, and the order they come in."""
+"""Data: reading, tokenisation, batches, and the order they come in."""
 
 from lit_align.data.loader import PairLoader
 from lit_align.data.pairs import PairCollate, PairRows
 from lit_align.data.preference import PreferenceDataModule
+from lit_align.data.prompt_format import PromptFormat
+from lit_align.data.prompt_loader import PromptLoader
+from lit_align.data.prompts import Prompt, PromptRows, open_prompts
+from lit_align.data.rollout import RolloutDataModule
+from lit_align.data.tasks import (
+    Arithmetic,
+    HeldOutArithmetic,
+    HeldOutReasoningGym,
+    ReasoningGym,
+)
 
-__all__ = ["PairCollate", "PairLoader", "PairRows", "PreferenceDataModule"]
+__all__ = [
+    "Arithmetic",
+    "HeldOutArithmetic",
+    "HeldOutReasoningGym",
+    "PairCollate",
+    "PairLoader",
+    "PairRows",
+    "PreferenceDataModule",
+    "Prompt",
+    "PromptFormat",
+    "PromptLoader",
+    "PromptRows",
+    "ReasoningGym",
+    "RolloutDataModule",
+    "open_prompts",
+]

@@ -1,7 +1,6 @@
 """Preference pairs for a Trainer."""
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any
@@ -15,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import Subset
 from transformers import PreTrainedTokenizerBase
 
-from lit_align.data.loader import PairLoader, Replica
+from lit_align.data.loader import PairLoader, Replica, no_loaders
 from lit_align.data.pairs import PairCollate, PairIds, PairRows
 from lit_align.data.preparation import Preparation
 from lit_align.data.sources import Source, open_source
@@ -60,6 +59,7 @@ class PreferenceDataModule(L.LightningDataModule):
         val_rows: after `setup`, empty without validation; `index` runs on from the training rows.
     """
 
+    rows = "pairs"
     train_rows: PairRows
     val_rows: PairRows
 
@@ -178,9 +178,7 @@ class PreferenceDataModule(L.LightningDataModule):
 
     def val_dataloader(self) -> PairLoader | list[PairLoader]:
         if not len(self.val_rows):
-            # Lightning wonders whether an empty list was intended; it was.
-            warnings.filterwarnings("ignore", "Total length of `list` across ranks is zero")
-            return []
+            return no_loaders()
         return PairLoader(
             self.val_rows,
             self.collate,
@@ -205,6 +203,18 @@ class PreferenceDataModule(L.LightningDataModule):
         # Under strategies that shard, checkpoints are read after such an early loader was made.
         if self._loader is not None and self._loader_state is not None:
             self._loader.load_state_dict(self._loader_state)
+
+    def describe_plan(self, trainer: L.Trainer) -> str:
+        """What a fit of this Trainer reads, and how a step is put together, in a line."""
+        pairs, ranks = len(self.train_rows), self._replica().num_replicas
+        step = self.batch_size * trainer.accumulate_grad_batches * ranks
+        steps = trainer.estimated_stepping_batches
+        return (
+            f"plan: {steps} steps over {pairs:,} pairs ({steps * step / pairs:.2g} epochs), each "
+            f"of {step}: {self.batch_size} per micro-batch x "
+            f"{trainer.accumulate_grad_batches} accumulated x {ranks} ranks; "
+            f"{len(self.val_rows):,} pairs to validate on"
+        )
 
     def _replica(self) -> Replica:
         """Not the global rank: ranks that hold parts of one model must see the same rows."""

@@ -1,7 +1,7 @@
 """From a source of rows to pairs on disk: read, check, tokenise, count, keep."""
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from os import PathLike
@@ -85,7 +85,7 @@ class _Build:
         self.tally = Tally()
 
     def run(self, limit: int | None) -> None:
-        rows = _with_progress(iter(self.source), f"Tokenising {self.source.name}")
+        rows = with_progress(iter(self.source), f"Tokenising {self.source.name}")
         while chunk := list(islice(rows, _room(limit, self.tally.pairs))):
             self.writer.write(self._pairs(chunk))
         if not self.tally.pairs:
@@ -161,7 +161,8 @@ def _room(limit: int | None, kept: int) -> int:
     return AT_ONCE if limit is None else min(AT_ONCE, limit - kept)
 
 
-def _with_progress(rows: Placed, title: str) -> Iterable[tuple[str, object]]:
+def with_progress(rows: Placed, title: str) -> Iterator[tuple[str, object]]:
+    """The rows, with a bar on the first rank's terminal while they are read."""
     console = Console(stderr=True)
     if getattr(rank_zero_only, "rank", 0) or not sys.stderr.isatty():
         return rows

@@ -1,7 +1,8 @@
 """One row of preference data: what it may look like, and what is wrong with it if it does not.
 
 Accepted are texts or conversations (lists of `{"role": ..., "content": ...}`), with the prompt in
-a column of its own or as the beginning that both answers share.
+a column of its own or as the beginning that both answers share. The functions that read a single
+field serve rows of prompts as well.
 """
 
 import json
@@ -64,16 +65,16 @@ def read_row(row: object) -> PreferenceRow:
         RowError: naming the field and what is wrong with it.
     """
     if not isinstance(row, Mapping):
-        raise RowError(f"a row must be an object with 'chosen' and 'rejected', not {_kind(row)}")
-    chosen, rejected = (_turns(name, _required(row, name)) for name in REQUIRED)
-    prompt = None if _is_absent(row.get("prompt")) else _turns("prompt", row["prompt"])
+        raise RowError(f"a row must be an object with 'chosen' and 'rejected', not {kind(row)}")
+    chosen, rejected = (read_turns(name, required(row, name)) for name in REQUIRED)
+    prompt = None if is_absent(row.get("prompt")) else read_turns("prompt", row["prompt"])
     if prompt is None and isinstance(chosen, str) and (other := NOT_PROMPT & row.keys()):
         raise RowError(
             f"there is no 'prompt', but '{min(other)}', which would go unread: rename the column"
         )
     prompt, chosen, rejected = _explicit(prompt, chosen, rejected)
-    tools = _tools(row.get("tools"))
-    template_kwargs = _template_kwargs(row.get("chat_template_kwargs"))
+    tools = read_tools(row.get("tools"))
+    template_kwargs = read_template_kwargs(row.get("chat_template_kwargs"))
     if isinstance(prompt, list):
         _check_conversation(prompt, chosen, rejected)
     elif tools or template_kwargs:
@@ -133,24 +134,25 @@ def _check_conversation(prompt: Any, chosen: Any, rejected: Any) -> None:
             )
 
 
-def _required(row: Mapping[str, Any], name: str) -> Any:
-    if _is_absent(row.get(name)):
+def required(row: Mapping[str, Any], name: str) -> Any:
+    """The value of a field, if there is one."""
+    if is_absent(row.get(name)):
         raise RowError(f"field '{name}' is missing (the row has: {', '.join(map(str, row))})")
     return row[name]
 
 
-def _turns(name: str, value: object) -> str | list[Message]:
+def read_turns(name: str, value: object) -> str | list[Message]:
     """A text as it is, a list of messages checked."""
     if isinstance(value, str):
         return value
     if isinstance(value, list):
         return [_message(f"field '{name}', message {n}", item) for n, item in enumerate(value, 1)]
-    raise RowError(f"field '{name}' must be a text or a list of messages, not {_kind(value)}")
+    raise RowError(f"field '{name}' must be a text or a list of messages, not {kind(value)}")
 
 
 def _message(place: str, value: object) -> Message:
     if not isinstance(value, Mapping):
-        raise RowError(f"{place} must be an object with 'role' and 'content', not {_kind(value)}")
+        raise RowError(f"{place} must be an object with 'role' and 'content', not {kind(value)}")
     message: Message = without_nulls(value)
     if "role" not in message:
         raise RowError(f"{place}: 'role' is missing (it has: {', '.join(message)})")
@@ -160,7 +162,7 @@ def _message(place: str, value: object) -> Message:
         # A turn that only calls a function has no words; templates would print "None" for them.
         message = {"content": "", **message, "tool_calls": _calls(message["tool_calls"])}
     if not isinstance(message.get("content"), str):
-        raise RowError(f"{place}: 'content' must be a text, not {_kind(message.get('content'))}")
+        raise RowError(f"{place}: 'content' must be a text, not {kind(message.get('content'))}")
     return message
 
 
@@ -190,25 +192,27 @@ def _parsed(text: str, otherwise: Any) -> Any:
         return otherwise
 
 
-def _tools(value: Any) -> list[Any] | None:
+def read_tools(value: Any) -> list[Any] | None:
+    """Descriptions of functions, also from JSON text."""
     if isinstance(value, str):
         value = _parsed(value, value)
-    elif not _is_absent(value):
+    elif not is_absent(value):
         value = without_nulls(value)
-    if _is_absent(value) or value == []:
+    if is_absent(value) or value == []:
         return None
     if not isinstance(value, list):
-        raise RowError(f"field 'tools' must be a list, also as JSON text, not {_kind(value)}")
+        raise RowError(f"field 'tools' must be a list, also as JSON text, not {kind(value)}")
     return value
 
 
-def _template_kwargs(value: Any) -> dict[str, Any]:
+def read_template_kwargs(value: Any) -> dict[str, Any]:
+    """Variables of a chat template, also from JSON text."""
     if isinstance(value, str):
         value = _parsed(value, value)
-    if _is_absent(value):
+    if is_absent(value):
         return {}
     if not isinstance(value, Mapping):
-        raise RowError(f"field 'chat_template_kwargs' must be an object, not {_kind(value)}")
+        raise RowError(f"field 'chat_template_kwargs' must be an object, not {kind(value)}")
     if taken := TAKEN & value.keys():
         raise RowError(f"'chat_template_kwargs' cannot set '{min(taken)}', which is ours to set")
     return dict(without_nulls(value))
@@ -220,12 +224,12 @@ def _is_empty(answer: str | list[Message]) -> bool:
     return not any(message["content"] or message.get("tool_calls") for message in answer)
 
 
-def _is_absent(value: object) -> bool:
+def is_absent(value: object) -> bool:
     """None, and the NaN that stands for it in tables of numbers."""
     return value is None or (isinstance(value, float) and value != value)  # noqa: PLR0124
 
 
-def _kind(value: object) -> str:
+def kind(value: object) -> str:
     """A JSON name for the type of a value."""
     names = {type(None): "null", dict: "an object", list: "a list", str: "a text", bool: "a truth"}
     return names.get(type(value), f"{type(value).__name__} {value!r}"[:40])

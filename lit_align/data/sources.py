@@ -25,18 +25,45 @@ Placed = Iterator[tuple[str, object]]
 READ_AT_ONCE = 1000
 
 
-class Source(Protocol):
-    """A data set that has not been read yet."""
+class RowSource(Protocol):
+    """Rows that have not been read yet."""
 
     @property
     def name(self) -> str:
         """What messages call it."""
 
+    def __iter__(self) -> Placed:
+        """Each row with the words that say where it stands; a `RowError` for an unreadable one."""
+
+
+class Source(RowSource, Protocol):
+    """A data set that has not been read yet."""
+
     def content(self) -> str:
         """Identity of what is in it: equal content, equal text, wherever it lies."""
 
-    def __iter__(self) -> Placed:
-        """Each row with the words that say where it stands; a `RowError` for an unreadable one."""
+
+@dataclass(frozen=True)
+class Columns:
+    """Which columns of a table are read; rows of JSON come whole.
+
+    Args:
+        required: must be there.
+        known: those that mean something, in the order in which they are read; None: all.
+    """
+
+    required: tuple[str, ...]
+    known: tuple[str, ...] | None = None
+
+    def of(self, name: str, columns: list[str]) -> list[str]:
+        """Those to read of the columns of a table."""
+        for column in self.required:
+            if column not in columns:
+                raise UserError(f"{name} has no column '{column}' (it has: {', '.join(columns)})")
+        return [column for column in self.known or columns if column in columns]
+
+
+PAIRS = Columns(REQUIRED, COLUMNS)
 
 
 @dataclass(frozen=True)
@@ -45,6 +72,7 @@ class JsonLines:
 
     name: str
     path: Path
+    columns: Columns = PAIRS
 
     def content(self) -> str:
         return file_digest(self.path)
@@ -73,6 +101,7 @@ class JsonList:
 
     name: str
     path: Path
+    columns: Columns = PAIRS
 
     def content(self) -> str:
         return file_digest(self.path)
@@ -98,13 +127,14 @@ class Parquet:
 
     name: str
     path: Path
+    columns: Columns = PAIRS
 
     def content(self) -> str:
         return file_digest(self.path)
 
     def __iter__(self) -> Placed:
         with _open_parquet(self) as file:
-            columns = _known_columns(self.name, file.schema_arrow.names)
+            columns = self.columns.of(self.name, file.schema_arrow.names)
             number = 0
             for batch in file.iter_batches(READ_AT_ONCE, columns=columns):
                 for row in batch.to_pylist():
@@ -125,9 +155,10 @@ class Table:
 
     name: str
     dataset: Dataset
+    columns: Columns = PAIRS
 
     def content(self) -> str:
-        columns = _known_columns(self.name, self.dataset.column_names)
+        columns = self.columns.of(self.name, self.dataset.column_names)
         # The library's own fingerprint differs between processes for a data set that has passed
         # through a function.
         content = hashlib.sha256(repr(columns).encode())
@@ -138,20 +169,12 @@ class Table:
         return content.hexdigest()
 
     def __iter__(self) -> Placed:
-        columns = _known_columns(self.name, self.dataset.column_names)
+        columns = self.columns.of(self.name, self.dataset.column_names)
         for number, row in enumerate(self.dataset.select_columns(columns), 1):
             yield f"row {number}", row
 
 
-def _known_columns(name: str, columns: list[str]) -> list[str]:
-    """The columns that mean something here, in a fixed order."""
-    for column in REQUIRED:
-        if column not in columns:
-            raise UserError(f"{name} has no column '{column}' (it has: {', '.join(columns)})")
-    return [column for column in COLUMNS if column in columns]
-
-
-FILES: dict[str, Callable[[str, Path], Source]] = {
+FILES: dict[str, Callable[[str, Path, Columns], Source]] = {
     ".json": JsonList,
     ".jsonl": JsonLines,
     ".ndjson": JsonLines,
@@ -159,28 +182,29 @@ FILES: dict[str, Callable[[str, Path], Source]] = {
 }
 
 
-def open_source(path: str | PathLike[str], split: str) -> Source:
+def open_source(path: str | PathLike[str], split: str, columns: Columns = PAIRS) -> Source:
     """The data set that a file, a folder or a name on the hub stands for.
 
     Args:
         path: of a JSONL, JSON or Parquet file, or of a folder written by `save_to_disk`; else a
             name on the hub, `name`, `owner/name` or with `:configuration` at its end.
         split: which part of a folder or hub data set; a file has only "train", all of it.
+        columns: of tables, which to read.
 
     Raises:
         UserError: if there is no such file, format, name or split.
     """
     place = Path(path).expanduser()
     if place.is_dir():
-        return _from_folder(place, split)
+        return _from_folder(place, split, columns)
     if place.is_file():
-        return _from_file(place, split)
+        return _from_file(place, split, columns)
     if place.suffix in FILES or place.is_absolute() or len(place.parts) > len(("owner", "name")):
         raise UserError(f"there is no file {path}")
-    return _from_hub(str(path), split)
+    return _from_hub(str(path), split, columns)
 
 
-def _from_file(path: Path, split: str) -> Source:
+def _from_file(path: Path, split: str, columns: Columns) -> Source:
     if path.suffix not in FILES:
         raise UserError(
             f"{path.name}: files of the kind '{path.suffix}' cannot be read (known: "
@@ -188,12 +212,12 @@ def _from_file(path: Path, split: str) -> Source:
         )
     if split != "train":
         raise UserError(f"{path.name} is a single file and has no split '{split}'")
-    return FILES[path.suffix](path.name, path)
+    return FILES[path.suffix](path.name, path, columns)
 
 
-def _from_folder(path: Path, split: str) -> Source:
+def _from_folder(path: Path, split: str, columns: Columns) -> Source:
     if not any((path / mark).exists() for mark in ("state.json", "dataset_dict.json")):
-        return _from_hub(str(path), split)
+        return _from_hub(str(path), split, columns)
     try:
         data = load_from_disk(str(path))
     # Arrow and the library have an exception of their own for each way to be broken.
@@ -202,13 +226,13 @@ def _from_folder(path: Path, split: str) -> Source:
     if isinstance(data, DatasetDict):
         if split not in data:
             raise UserError(f"{path.name} has no split '{split}' (it has: {', '.join(data)})")
-        return Table(f"{path.name} ({split})", data[split])
+        return Table(f"{path.name} ({split})", data[split], columns)
     if split != "train":
         raise UserError(f"{path.name} is a single data set and has no split '{split}'")
-    return Table(path.name, data)
+    return Table(path.name, data, columns)
 
 
-def _from_hub(path: str, split: str) -> Source:
+def _from_hub(path: str, split: str, columns: Columns) -> Source:
     name, _, configuration = path.partition(":")
     try:
         data = load_dataset(name, configuration or None, split=split)
@@ -219,4 +243,4 @@ def _from_hub(path: str, split: str) -> Source:
             f"'{path}' is neither a file nor a folder of datasets' save_to_disk, and as a data set "
             f"it cannot be loaded: {error}"
         ) from error
-    return Table(f"{Path(name).name} ({split})", data)
+    return Table(f"{Path(name).name} ({split})", data, columns)

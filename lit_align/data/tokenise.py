@@ -6,7 +6,8 @@ ids at the border that it never sees otherwise; counting the tokens of the promp
 the border behind or inside a token that spans it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -100,18 +101,21 @@ class PairTokeniser:
     def _render(self, row: PreferenceRow) -> Rendered:
         if not row.is_conversation:
             prompt = str(row.prompt)
-            return _encodable(Rendered(prompt, f"{prompt}{row.chosen}", f"{prompt}{row.rejected}"))
-        kwargs = {**self.chat_template_kwargs, **row.chat_template_kwargs}
-        render = partial(
-            self.tokenizer.apply_chat_template, tools=row.tools, tokenize=False, **kwargs
-        )
-        try:
-            return _encodable(_conversation(row, render))
-        except RowError:
-            raise
-        # A template is a program that came with the tokenizer: it may raise anything.
-        except Exception as error:
-            raise RowError(f"the chat template refuses it: {error}") from error
+            texts = Rendered(prompt, f"{prompt}{row.chosen}", f"{prompt}{row.rejected}")
+        else:
+            kwargs = {**self.chat_template_kwargs, **row.chat_template_kwargs}
+            with template_at_work():
+                texts = _conversation(
+                    row,
+                    partial(
+                        self.tokenizer.apply_chat_template,
+                        tools=row.tools,
+                        tokenize=False,
+                        **kwargs,
+                    ),
+                )
+        check_encodable(*texts)
+        return texts
 
     def _encode(self, texts: list[Rendered], *, is_conversation: bool) -> list[Pair]:
         """Ids of the prompts and answers.
@@ -199,12 +203,26 @@ def _conversation(row: PreferenceRow, render: Callable[..., str]) -> Rendered:
     return Rendered(prompt, chosen, rejected)
 
 
-def _encodable(rendered: Rendered) -> Rendered:
+@contextmanager
+def template_at_work() -> Iterator[None]:
+    """Whatever a chat template raises is the fault of the row that it was given.
+
+    A template is a program that came with the tokenizer: it may raise anything.
+    """
     try:
-        "".join(rendered).encode()
+        yield
+    except RowError:
+        raise
+    except Exception as error:
+        raise RowError(f"the chat template refuses it: {error}") from error
+
+
+def check_encodable(*texts: str) -> None:
+    """Raise a `RowError` for texts that no tokenizer can take."""
+    try:
+        "".join(texts).encode()
     except UnicodeEncodeError as error:
         raise RowError("it holds half of a UTF-16 surrogate pair, which is no character") from error
-    return rendered
 
 
 def _ended(ids: list[int], end: int | None) -> list[int]:

@@ -1,0 +1,138 @@
+"""How a rollout is cut into optimizer steps, and those into micro-batches."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+
+from lit_align.errors import UserError
+from lit_align.rollout.rows import Sample
+
+# The samples of an optimizer step: per micro-batch, per rank.
+Window = list[list[list[Sample]]]
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    """The sizes of a run; any combination of them works.
+
+    Args:
+        prompts_per_step: prompts of an optimizer step, over all ranks.
+        num_generations: completions of each prompt.
+        batch_size: completions of a micro-batch on each rank, at most.
+        steps_per_rollout: optimizer steps made of one rollout; from the second on, the policy has
+            moved since it wrote the completions.
+        num_iterations: how often each completion is trained on.
+        replicas: ranks that share the work.
+        accumulate: micro-batches of an optimizer step; None: as many as `batch_size` asks for.
+    """
+
+    prompts_per_step: int
+    num_generations: int
+    batch_size: int
+    steps_per_rollout: int = 1
+    num_iterations: int = 1
+    replicas: int = 1
+    accumulate: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in (
+            "prompts_per_step",
+            "num_generations",
+            "batch_size",
+            "steps_per_rollout",
+            "num_iterations",
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UserError(f"data.{name} must be a whole number of at least 1, not {value!r}")
+        if self.accumulate is not None and self.accumulate < self._least:
+            raise UserError(
+                f"a step of {self.prompts_per_step} prompts x {self.num_generations} completions "
+                f"needs {self._least} micro-batches of {self.batch_size} on {self.replicas} "
+                f"rank(s), and trainer.accumulate_grad_batches is {self.accumulate}: leave it at "
+                "1 (then it is set as needed), raise it, or raise data.batch_size"
+            )
+
+    def on(self, replicas: int, accumulate: int | None) -> "RolloutPlan":
+        """The same sizes on so many ranks, with so many micro-batches a step.
+
+        Raises:
+            UserError: if that is too few micro-batches.
+        """
+        return replace(self, replicas=replicas, accumulate=accumulate)
+
+    @property
+    def _least(self) -> int:
+        """Micro-batches that a step needs at least."""
+        rows = self.prompts_per_step * self.num_generations
+        return math.ceil(rows / (self.batch_size * self.replicas))
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of an optimizer step, on each rank."""
+        return self.accumulate or self._least
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps between two rollouts."""
+        return self.steps_per_rollout * self.num_iterations
+
+    @property
+    def batches(self) -> int:
+        """Micro-batches between two rollouts, on each rank."""
+        return self.steps * self.micro_batches
+
+    @property
+    def prompts(self) -> int:
+        """Prompts of a rollout."""
+        return self.prompts_per_step * self.steps_per_rollout
+
+    def describe(self) -> str:
+        """How a step is put together, in a line."""
+        return (
+            f"each step of {self.prompts_per_step} prompts x {self.num_generations} completions, "
+            f"in {self.micro_batches} micro-batches of at most {self.batch_size} on each of "
+            f"{self.replicas} ranks; a rollout of {self.prompts} prompts serves {self.steps} "
+            f"step(s): {self.steps_per_rollout} x {self.num_iterations} iteration(s)"
+        )
+
+
+def steps_of(
+    groups: Sequence[Sequence[Sample]], plan: RolloutPlan, seed: int
+) -> list[list[Sample]]:
+    """The optimizer steps of one pass over a rollout: whole groups, dealt out evenly.
+
+    Args:
+        groups: of the rollout.
+        plan: says how many steps.
+        seed: of which group goes where; without effect on a single step.
+    """
+    order = list(range(len(groups)))
+    if plan.steps_per_rollout > 1:
+        order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed)).tolist()
+    return [
+        [
+            sample
+            for position in order[step :: plan.steps_per_rollout]
+            for sample in groups[position]
+        ]
+        for step in range(plan.steps_per_rollout)
+    ]
+
+
+def cut(samples: Sequence[Sample], plan: RolloutPlan) -> Window:
+    """The micro-batches of a step, and of each the share of every rank; shares may be empty.
+
+    Samples of like length are put together, which saves padding; which of a group's samples end
+    up where does not matter to the gradient. The longest come first: if memory does not suffice,
+    that shows at once.
+    """
+    longest_first = sorted(samples, key=lambda sample: -sample.length)
+    bounds = [
+        number * len(samples) // plan.micro_batches for number in range(plan.micro_batches + 1)
+    ]
+    blocks = [longest_first[a:b] for a, b in pairwise(bounds)]
+    return [[block[rank :: plan.replicas] for rank in range(plan.replicas)] for block in blocks]
