@@ -4,7 +4,9 @@ from lit_align.callbacks.before_after import BeforeAfter
 from lit_align.callbacks.exact_match import ExactMatch
 from lit_align.callbacks.plan import Plan, StepProgressBar
 from lit_align.callbacks.reference_cache import ReferenceCache
+from lit_align.callbacks.rollout_log import RolloutLog
 from lit_align.callbacks.save_policy import SavePolicy
+from lit_align.callbacks.stop_on_signal import StopOnSignal
 from lit_align.callbacks.validate_at_end import ValidateAtEnd
 
 __all__ = [
@@ -12,7 +14,9 @@ __all__ = [
     "ExactMatch",
     "Plan",
     "ReferenceCache",
+    "RolloutLog",
     "SavePolicy",
     "StepProgressBar",
+    "StopOnSignal",
     "ValidateAtEnd",
 ]

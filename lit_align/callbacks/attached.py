@@ -1,17 +1,37 @@
 """What the callbacks here expect to find in a Trainer, and what they say if they do not."""
 
+from typing import TypeVar
+
 import lightning as L
 
 from lit_align.data import PreferenceDataModule
 from lit_align.errors import UserError
 from lit_align.modules import DPOModule
+from lit_align.modules.acting import ActingModule
+from lit_align.modules.policy import PolicyModule
+
+Module = TypeVar("Module", bound=L.LightningModule)
 
 
-def dpo_module(module: L.LightningModule, callback: L.Callback) -> DPOModule:
-    """The module, which must be one that holds a policy and a preference loss."""
-    if isinstance(module, DPOModule):
-        return module
-    raise UserError(f"{type(callback).__name__} serves a DPOModule, not a {type(module).__name__}")
+def policy_module(module: L.LightningModule, callback: L.Callback) -> PolicyModule:
+    """The module, which must be one that holds a policy, however that is trained."""
+    return _checked(module, PolicyModule, callback, "modules that train a policy (DPO, GRPO)")
+
+
+def acting_module(module: L.LightningModule, callback: L.Callback) -> ActingModule:
+    """The module, which must be one that writes completions."""
+    return _checked(module, ActingModule, callback, "a module that writes completions (GRPO)")
+
+
+def dpo_module(module: L.LightningModule, callback: L.Callback, instead: str) -> DPOModule:
+    """The module, which must be one that learns from pairs.
+
+    Args:
+        module: of this run.
+        callback: that needs it.
+        instead: what other modules have in its place.
+    """
+    return _checked(module, DPOModule, callback, "a DPOModule", instead)
 
 
 def preference_data(trainer: L.Trainer, callback: L.Callback) -> PreferenceDataModule:
@@ -24,3 +44,12 @@ def preference_data(trainer: L.Trainer, callback: L.Callback) -> PreferenceDataM
         f"{'none' if data is None else f'a {type(data).__name__}'}: pass "
         "datamodule=PreferenceDataModule(...) to trainer.fit, or leave the callback out"
     )
+
+
+def _checked(
+    module: L.LightningModule, kind: type[Module], callback: L.Callback, served: str, *more: str
+) -> Module:
+    if isinstance(module, kind):
+        return module
+    told = f"{type(callback).__name__} serves {served}, not a {type(module).__name__}"
+    raise UserError("; ".join([f"{told}: leave the callback out", *more]))

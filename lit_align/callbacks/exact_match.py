@@ -9,10 +9,12 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from lit_align.callbacks.attached import dpo_module, preference_data
-from lit_align.callbacks.inference import inference
-from lit_align.callbacks.ranks import from_all_ranks, is_sharded, turns
 from lit_align.errors import UserError
 from lit_align.modules import DPOModule
+from lit_align.modules.inference import inference
+from lit_align.modules.ranks import from_all_ranks, is_sharded, turns
+
+_INSTEAD = "a GRPOModule logs val/pass@1 in its place"
 
 
 class ExactMatch(L.Callback):
@@ -42,10 +44,13 @@ class ExactMatch(L.Callback):
         self.batch_size = batch_size
         self.max_new_tokens = max_new_tokens
 
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        dpo_module(pl_module, self, _INSTEAD)
+
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.sanity_checking and trainer.num_sanity_val_steps != float("inf"):
             return
-        module = dpo_module(pl_module, self)
+        module = dpo_module(pl_module, self, _INSTEAD)
         rows = preference_data(trainer, self).val_rows
         picked = [rows[position] for position in range(min(self.rows or len(rows), len(rows)))]
         batches = [picked[i : i + self.batch_size] for i in range(0, len(picked), self.batch_size)]

@@ -13,12 +13,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from lit_align.callbacks.inference import inference
-from lit_align.callbacks.ranks import from_all_ranks, turns
 from lit_align.callbacks.reference_rows import Response, Responses
 from lit_align.callbacks.reference_store import ReferenceStore, Scored
 from lit_align.errors import UserError
 from lit_align.logprobs import response_logprobs
+from lit_align.modules.inference import inference
+from lit_align.modules.ranks import from_all_ranks, turns
 from lit_align.modules.window import replica
 
 # What a run that is killed loses at most; one that stops with an exception loses nothing.

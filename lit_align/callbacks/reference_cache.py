@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset
 
 from lit_align.callbacks.attached import dpo_module, preference_data
-from lit_align.callbacks.ranks import from_all_ranks
 from lit_align.callbacks.reference_build import Writer, build
 from lit_align.callbacks.reference_check import check_start
 from lit_align.callbacks.reference_rows import Responses
@@ -22,6 +21,9 @@ from lit_align.callbacks.reference_store import ReferenceStore, Scored
 from lit_align.data.cache import cache_root
 from lit_align.errors import UserError
 from lit_align.modules import DPOModule
+from lit_align.modules.ranks import from_all_ranks
+
+_INSTEAD = "a GRPOModule keeps the reference's log-probs in its rollouts"
 
 
 class ReferenceCache(L.Callback):
@@ -50,6 +52,7 @@ class ReferenceCache(L.Callback):
         self._check_pending = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        dpo_module(pl_module, self, _INSTEAD)
         self.store = self._resumed_key = None
         self._check_pending = False
         # One that is older than this run may be of weights that have moved since.
@@ -64,14 +67,14 @@ class ReferenceCache(L.Callback):
         self._refuse_another_reference()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        module = dpo_module(pl_module, self)
+        module = dpo_module(pl_module, self, _INSTEAD)
         if module.loss.variant.reads_reference:
             rows = preference_data(trainer, self).rows_of_fit()
             source = self._provide(trainer, module, Responses(ConcatDataset(rows)))
             self._check_pending = source.is_start_of_training
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        module = dpo_module(pl_module, self)
+        module = dpo_module(pl_module, self, _INSTEAD)
         if module.loss.variant.reads_reference and trainer.state.fn == TrainerFn.VALIDATING:
             self._provide(trainer, module, Responses(preference_data(trainer, self).val_rows))
 
@@ -88,7 +91,7 @@ class ReferenceCache(L.Callback):
         if not pending:
             return
         assert self.store is not None
-        module = dpo_module(pl_module, self)
+        module = dpo_module(pl_module, self, _INSTEAD)
         faults = from_all_ranks(trainer, check_start(trainer, module, batch))
         if fault := next(filter(None, faults), None):
             raise UserError(

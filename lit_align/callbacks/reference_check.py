@@ -12,10 +12,10 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lit_align.callbacks.inference import inference
 from lit_align.callbacks.reference_source import floating_dtype
 from lit_align.modules import DPOModule
 from lit_align.modules.dpo import PairLogps, pair_mask
+from lit_align.modules.inference import inference
 
 # In low precision a single logit is off by up to 1/8 nat, which a short response does not average
 # out: every response may differ as if it had this many tokens more.

@@ -10,9 +10,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from lit_align.callbacks.attached import dpo_module
-from lit_align.callbacks.ranks import is_sharded
+from lit_align.callbacks.attached import policy_module
 from lit_align.errors import UserError
+from lit_align.modules.ranks import is_sharded
 from lit_align.policies import save_policy
 
 
@@ -96,7 +96,7 @@ class SavePolicy(L.Callback):
         return score > self.best_score if self.mode == "max" else score < self.best_score
 
     def _save(self, trainer: L.Trainer, pl_module: L.LightningModule, name: str) -> None:
-        module = dpo_module(pl_module, self)
+        module = policy_module(pl_module, self)
         weights: dict[str, Any] | None = None
         if is_sharded(module.policy):
             whole = StateDictOptions(full_state_dict=True, cpu_offload=True)

@@ -1,5 +1,6 @@
 """The LightningModules: a policy, a loss and nothing that Lightning already does."""
 
 from lit_align.modules.dpo import DPOModule
+from lit_align.modules.grpo import GRPOModule
 
-__all__ = ["DPOModule"]
+__all__ = ["DPOModule", "GRPOModule"]

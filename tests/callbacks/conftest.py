@@ -1,4 +1,7 @@
-"""A random two-layer model with a tokenizer of letters, pairs of words, and runs that use both."""
+"""A random two-layer model with a tokenizer of letters, pairs of words, and runs that use both.
+
+For runs that write completions, the bundled model and its sums.
+"""
 
 import json
 import logging
@@ -16,8 +19,15 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lit_align.callbacks import ReferenceCache, reference_build
-from lit_align.data import PreferenceDataModule
-from lit_align.modules import DPOModule
+from lit_align.data import (
+    Arithmetic,
+    HeldOutArithmetic,
+    PreferenceDataModule,
+    RolloutDataModule,
+)
+from lit_align.errors import UserError
+from lit_align.modules import DPOModule, GRPOModule
+from lit_align.rewards import exact_match, in_process
 
 LETTERS = string.ascii_lowercase + " ."
 
@@ -199,3 +209,54 @@ def tools():
     return SimpleNamespace(
         save_llama=save_llama, pair=pair, write_pairs=write_pairs, quiet_trainer=quiet_trainer
     )
+
+
+@pytest.fixture
+def act(tmp_path, said):
+    """A short run of the bundled model on its sums, three micro-batches a step."""
+
+    def fit(*callbacks, ckpt_path=None, module=None, data=None, lr=1e-3, **trainer_options):
+        L.seed_everything(trainer_options.pop("seed", 1), verbose=False)
+        module = GRPOModule(
+            **{
+                "policy": "tiny",
+                "reward": {"right": in_process(exact_match)},
+                "sampling": {"max_new_tokens": 6},
+                "optimizer": partial(torch.optim.SGD, lr=lr, momentum=0.9),
+                "max_refills": 0,
+                **(module or {}),
+            }
+        )
+        datamodule = RolloutDataModule(
+            **{
+                "path": Arithmetic(),
+                "val_path": HeldOutArithmetic(),
+                "max_rows": 12,
+                "val_max_rows": 5,
+                "prompts_per_step": 3,
+                "num_generations": 4,
+                "batch_size": 4,
+                **(data or {}),
+            }
+        )
+        trainer = quiet_trainer(
+            **{
+                "max_steps": 4,
+                "callbacks": list(callbacks),
+                "default_root_dir": tmp_path,
+                "limit_val_batches": 0,
+                "use_distributed_sampler": False,
+                **trainer_options,
+            }
+        )
+        del said[:]
+        result = SimpleNamespace(
+            module=module, trainer=trainer, datamodule=datamodule, said=said, ended_by=None
+        )
+        try:
+            trainer.fit(module, datamodule, ckpt_path=ckpt_path)
+        except (SystemExit, UserError) as end:
+            result.ended_by = end
+        return result
+
+    return fit

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-SCRIPT = Path(__file__).with_name("fit.py")
+HERE = Path(__file__).parent
 # Of Lightning's and torch's launchers: a child must not take itself for a rank of another run.
 RANK_VARIABLES = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -37,24 +37,46 @@ def pairs33(tmp_path_factory):
     return write_pairs(tmp_path_factory.mktemp("pairs") / "pairs33.jsonl", 33)
 
 
+def start(script, out, options):
+    """Run one of the programs beside this file to its end."""
+    environment = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
+    return subprocess.run(
+        [sys.executable, HERE / script, out, json.dumps(options)],
+        env={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+        start_new_session=True,
+    )
+
+
+def results(script, out, options):
+    """What each rank of such a run ended with."""
+    done = start(script, out, options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    ranks = range(options["devices"])
+    return [torch.load(f"{out}.{rank}", weights_only=True) for rank in ranks]
+
+
 @pytest.fixture
 def fit_ranks(tmp_path):
-    """`fit.py` in processes of its own: what each rank ended with."""
+    """`fit.py` in processes of its own."""
 
     def run(data, *, devices=2, **options):
         out = tmp_path / f"out{len(list(tmp_path.iterdir()))}"
         options = {"data": data, "devices": devices, "cache": str(tmp_path / "cache"), **options}
-        environment = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
-        done = subprocess.run(
-            [sys.executable, SCRIPT, out, json.dumps(options)],
-            env={**environment, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=240,
-            start_new_session=True,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        return [torch.load(f"{out}.{rank}", weights_only=True) for rank in range(devices)]
+        return results("fit.py", out, options)
+
+    return run
+
+
+@pytest.fixture
+def fit_grpo_ranks(tmp_path):
+    """`fit_grpo.py` in processes of its own."""
+
+    def run(policy, *, devices=2, **options):
+        out = tmp_path / f"out{len(list(tmp_path.iterdir()))}"
+        return results("fit_grpo.py", out, {"policy": policy, "devices": devices, **options})
 
     return run

@@ -2,11 +2,12 @@
 
 from types import SimpleNamespace
 
+import lightning as L
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_align.callbacks.ranks import from_all_ranks, replica, turns
+from lit_align.modules.ranks import from_all_ranks, replica, turns
 
 
 def ranks(replicas):
@@ -29,7 +30,7 @@ def test_the_batches_of_a_round_are_neighbours(replicas):
     assert [batch for batch, _ in first] == [*range(replicas)]
 
 
-def test_one_process_is_the_only_replica(tools):
-    trainer = tools.quiet_trainer()
+def test_one_process_is_the_only_replica():
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
     assert replica(trainer) == (0, 1)
     assert from_all_ranks(trainer, "mine") == ["mine"]

@@ -1,0 +1,55 @@
+"""The reference of a run that has no cache: a second set of weights, or an adapter switched off."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+from torch import nn
+
+from lit_align.modules.sharding import shard
+from lit_align.policies import PolicyRecipe, has_adapter, reference_mode
+
+
+class FrozenReference:
+    """The policy as it was before step 0, or another model.
+
+    It is no submodule: neither checkpoints nor optimizers are to know it. A resumed run takes it
+    from where the policy comes from, before the checkpoint is restored.
+    """
+
+    def __init__(self) -> None:
+        self.model: Any = None
+
+    def note(self, policy: nn.Module, other: PolicyRecipe | None, device_mesh: Any) -> None:
+        """Keep what is needed, once: nothing if an adapter can be switched off.
+
+        Args:
+            policy: as it stands before the first step, not sharded yet.
+            other: the reference, if it is another model.
+            device_mesh: over which a reference is sharded as the policy will be; None: it is not.
+        """
+        if self.model is not None or (other is None and has_adapter(policy)):
+            return
+        model: Any = copy.deepcopy(policy) if other is None else other.model()
+        self.model = model.requires_grad_(False).eval()  # noqa: FBT003, torch's signature
+        if device_mesh is not None:
+            shard(self.model, device_mesh)
+
+    @contextmanager
+    def __call__(self, trainer: L.Trainer, policy: nn.Module) -> Iterator[nn.Module]:
+        """The reference, on its device and in the precision of the policy.
+
+        Args:
+            trainer: knows both.
+            policy: with its adapter, if that makes the difference.
+        """
+        if self.model is None:
+            # Without either, the policy would be compared with itself.
+            assert has_adapter(policy), "the reference was not noted before training"
+            with reference_mode(policy):
+                yield policy
+            return
+        self.model = trainer.precision_plugin.convert_module(self.model)
+        yield self.model.to(trainer.strategy.root_device)

@@ -1,0 +1,209 @@
+"""What every alignment method shares: a policy that is loaded, sharded, stepped and saved."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from inspect import signature
+from os import PathLike, fspath
+from typing import Any, Protocol
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from transformers import PreTrainedTokenizerBase
+
+from lit_align.errors import UserError
+from lit_align.modules.sharding import shard
+from lit_align.modules.window import replica
+from lit_align.policies import PolicyRecipe, has_adapter
+
+Batch = Mapping[str, Tensor]
+Place = str | PathLike[str]
+Loadable = Place | PolicyRecipe | Mapping[str, Any]
+
+
+class LossConfig(Protocol):
+    """Which loss, as plain values that can be compared."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The values."""
+
+
+class PolicyModule(L.LightningModule):
+    """Holds a policy and trains it; what with is for the subclass to say.
+
+    Args:
+        policy: hub id, folder, GGUF file or "tiny"; or a recipe that says how to load one; or a
+            loaded model, with an adapter of peft or without.
+        loss: its config.
+        tokenizer: of a loaded model that does not know where its own came from.
+        reference: a second model to compare with; None: the policy before step 0.
+        optimizer: from parameters to an optimizer; None: AdamW, learning rate 1e-6.
+        scheduler: from an optimizer (and `total_steps`) to a scheduler, stepped once per
+            optimizer step; None: constant.
+    """
+
+    policy: Any  # a model of transformers, or of peft around one
+    # What a data module must give, by its own attribute of this name; one without it may be right.
+    rows: str
+
+    def __init__(
+        self,
+        policy: Loadable | nn.Module,
+        loss: LossConfig,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None,
+        reference: Loadable | None,
+        optimizer: Callable[..., Optimizer] | None,
+        scheduler: Callable[..., Any] | None,
+    ) -> None:
+        super().__init__()
+        self.recipe = None if isinstance(policy, nn.Module) else _recipe(policy)
+        if isinstance(policy, nn.Module):
+            self.policy = policy
+        self.loss = loss
+        self.reference = None if reference is None else _recipe(reference)
+        self.optimizer = optimizer or (lambda parameters: AdamW(parameters, lr=1e-6))
+        self.scheduler = scheduler
+        self._tokenizer = tokenizer
+        self._seed: int | None = None
+        # Only plain values: a checkpoint must load with weights_only=True.
+        self._set_hparams(
+            {
+                "policy": None if self.recipe is None else asdict(self.recipe),
+                "loss": loss.as_dict(),
+                "reference": None if self.reference is None else asdict(self.reference),
+            }
+        )
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The one given, else the recipe's, else the one that lies beside the loaded model."""
+        if self._tokenizer is None:
+            if self.recipe is None and not self.policy.name_or_path:
+                raise UserError("this model does not say where it came from: pass tokenizer=...")
+            recipe = self.recipe or PolicyRecipe(self.policy.name_or_path)
+            self._tokenizer = recipe.tokenizer()
+        return self._tokenizer
+
+    def setup(self, stage: str) -> None:
+        """Refuse, before anything is loaded, data of another kind than this module learns from."""
+        # Half precision is for what a model computes: Lightning would also round the counts and
+        # log-probs that come with a batch. What is computed with them says its precision itself.
+        self.trainer.precision_plugin.convert_input = lambda data: data  # type: ignore[method-assign]
+        data = getattr(self.trainer, "datamodule", None)
+        given = getattr(data, "rows", self.rows)
+        if given != self.rows:
+            raise UserError(
+                f"{type(self).__name__} learns from {self.rows}, and {type(data).__name__} holds "
+                f"{given}: choose other data, or a loss and module for {given}"
+            )
+
+    def configure_model(self) -> None:
+        """Load the policy, let the subclass look at it before anything moved it, and shard it.
+
+        Lightning calls this before every fit and validation; the reference stays the policy as it
+        stood the first time.
+        """
+        if not hasattr(self, "policy"):
+            assert self.recipe is not None
+            self.policy = self.recipe.model()
+        self.policy.train()
+        self.strict_loading = not has_adapter(self.policy)
+        self.note_reference()
+        if self.device_mesh is not None:
+            shard(self.policy, self.device_mesh)
+
+    def note_reference(self) -> None:
+        """Keep what the loss needs of the policy before the first step; by default nothing."""
+
+    def configure_optimizers(self) -> Any:
+        trainable = [p for p in self.policy.parameters() if p.requires_grad]
+        optimizer = _built("optimizer", self.optimizer, trainable)
+        if self.scheduler is None:
+            return optimizer
+        # Our schedules end with training; one of torch's or the user's own may not ask for it.
+        length = {"total_steps": self.trainer.estimated_stepping_batches}
+        asked = length if "total_steps" in signature(self.scheduler).parameters else {}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {
+                "scheduler": _built("scheduler", self.scheduler, optimizer, **asked),
+                "interval": "step",
+            },
+        }
+
+    @property
+    def run_seed(self) -> int:
+        """What all randomness of this run is derived from; a resumed run has the first one's."""
+        if self._seed is None:
+            self._seed = torch.initial_seed() % 2**32
+        return self._seed
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        """Seed each step by its number.
+
+        Lightning's checkpoints hold no random state; so what dropout draws depends on the step
+        and the rank alone, and a resumed run draws what an uninterrupted one would.
+        """
+        rank, _ = replica(self.trainer)
+        step = self.trainer.fit_loop.epoch_loop.total_batch_idx
+        torch.manual_seed(((self.run_seed << 24) + step << 7) + rank & 2**63 - 1)
+
+    def is_logging_step(self) -> bool:
+        """Whether Lightning's loggers listen at the optimizer step that is about to be made."""
+        every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        return bool(every) and (self.trainer.global_step + 1) % every == 0
+
+    def refuse_a_loss_that_is_no_number(self, loss: Tensor) -> None:
+        """Stop a run that has come apart."""
+        if not loss.isfinite():
+            raise UserError(
+                f"the training loss is {loss.item()} at step {self.trainer.global_step}, "
+                f"with a learning rate of {self.trainer.optimizers[0].param_groups[0]['lr']:g} and "
+                f"precision {self.trainer.precision}: lower optimizer.lr, or train in 32-true or "
+                "bf16-mixed"
+            )
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["step_seed"] = self._seed
+        if has_adapter(self.policy):
+            # The base model is on disk already; a LoRA checkpoint holds what training changed.
+            trained = {
+                f"policy.{name}" for name, p in self.policy.named_parameters() if p.requires_grad
+            }
+            weights = checkpoint["state_dict"]
+            checkpoint["state_dict"] = {k: v for k, v in weights.items() if k in trained}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._seed = checkpoint.get("step_seed")
+        saved = checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY]["loss"]
+        if self._trainer is not None and saved != self.loss.as_dict():
+            differing = {**saved, **self.loss.as_dict()}
+            changes = ", ".join(
+                f"{name} {saved.get(name)!r} is now {self.loss.as_dict().get(name)!r}"
+                for name in differing
+                if saved.get(name) != self.loss.as_dict().get(name)
+            )
+            raise UserError(
+                f"the checkpoint was trained with another loss ({changes}): repeat the settings "
+                "of the run that is to go on"
+            )
+
+
+def _built(what: str, make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """What a partial of the user's makes, or one message of why it makes nothing."""
+    try:
+        return make(*arguments, **options)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"the {what} cannot be built: {error}") from error
+
+
+def _recipe(policy: Loadable) -> PolicyRecipe:
+    if isinstance(policy, PolicyRecipe):
+        return policy
+    if isinstance(policy, str | PathLike):
+        return PolicyRecipe(fspath(policy))
+    return PolicyRecipe(**policy)
