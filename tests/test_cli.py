@@ -109,7 +109,7 @@ def test_help_lists_verbs_and_the_options_of_every_group(lit_align):
     code, out, _ = lit_align("--help")
     assert code == 0
     assert "train " in out
-    assert "dpo dpo_norm simpo wpo" in out
+    assert "cispo dapo dpo dpo_norm dr_grpo grpo gspo rloo simpo wpo" in out
 
 
 def test_all_doors_lead_to_one_configuration(elsewhere):

@@ -9,23 +9,35 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from composing import CONF, PRESETS, built, composed, hydra_conf, names
+from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from hydra.errors import ConfigCompositionException, MissingConfigException
-from hydra.utils import get_class, instantiate
+from hydra.utils import get_class
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
 
-from lit_align import DPOConfig, DPOModule, PolicyRecipe, PreferenceDataModule
-from lit_align.losses import PREFERENCE_LOSSES
+from lit_align import DPOConfig, PolicyRecipe, PreferenceDataModule
+from lit_align.data import Arithmetic, HeldOutArithmetic, HeldOutReasoningGym, ReasoningGym
+from lit_align.losses import PREFERENCE_LOSSES, GRPOConfig
 from lit_align.modules.sharding import FullyShardedStrategy
+from lit_align.rollout import Sampling
 
-CONF = Path(__file__).parents[1] / "conf"
+__all__ = ["hydra_conf"]  # a fixture that all tests here use
+
 FILES = sorted(CONF.rglob("*.yaml"))
-# What an option leaves for the user to say.
-GIVEN = ["model.pretrained=tiny", "data.path=pairs.jsonl", "output_dir=run"]
+# Options that only go with a loss of policies, and what they leave to say.
+ALSO = {
+    "callbacks=rollout": ["loss=dapo"],
+    "data=prompts": ["loss=dapo", "reward=gsm8k"],
+    "data=reasoning_gym": ["loss=dapo"],
+    "module=grpo": ["loss=dapo"],
+    "rollout=huggingface": ["loss=dapo"],
+    "rollout=replay": ["loss=dapo", "rollout.path=rollouts"],
+    "rows=prompts": ["loss=dapo"],
+}
 EXPERIMENT = """\
 # @package _global_
 defaults:
@@ -34,44 +46,27 @@ defaults:
 """
 
 
-def names(group):
-    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def hydra_conf():
-    with initialize_config_dir(str(CONF), version_base="1.3", job_name="train"):
-        yield
-
-
-def composed(*overrides):
-    return compose("train", overrides=[*GIVEN, *overrides])
-
-
-def built(node, **options):
-    return instantiate(node, _convert_="all", **options)
-
-
 def keys(node):
     return [key for key in node if not key.startswith("_")]
 
 
 def group_options():
     """Every file that can be chosen, as an override; `hydra` and recipes choose themselves."""
-    for path in FILES:
-        *folders, option = path.relative_to(CONF).with_suffix("").parts
-        if folders and folders[0] not in {"hydra", "recipe", "local"}:
-            yield f"{'/'.join(folders)}={option}"
+    for path in sorted(CONF.glob("*/*.yaml")):
+        if path.parent.name not in {"hydra", "local"}:
+            yield f"{path.parent.name}={path.stem}"
 
 
 @pytest.mark.parametrize("option", list(group_options()))
 def test_every_option_composes_and_resolves(option):
     if option == "hparams_search=optuna" and "optuna" not in sweepers():
         pytest.skip("needs lit-align[sweep]")
-    cfg = composed(option)
+    also = ["loss=dapo"] if option.startswith("reward=") else ALSO.get(option, [])
+    cfg = composed(option, *also)
     OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     built(cfg.data)
-    built(cfg.module)
+    if option != "rollout=replay":  # that one wants to see what was recorded
+        built(cfg.module)
 
 
 def sweepers():
@@ -84,10 +79,10 @@ def sweepers():
 
 
 def test_every_loss_has_a_file_and_every_file_a_loss():
-    assert names("loss") == sorted(PREFERENCE_LOSSES)
+    assert names("loss") == sorted([*PREFERENCE_LOSSES, *PRESETS])
 
 
-@pytest.mark.parametrize("name", names("loss"))
+@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
 def test_a_loss_file_sets_exactly_the_hyperparameters(name):
     node = OmegaConf.load(CONF / "loss" / f"{name}.yaml")
     assert node.loss_type == name
@@ -95,7 +90,7 @@ def test_a_loss_file_sets_exactly_the_hyperparameters(name):
     assert isinstance(built(node), DPOConfig)
 
 
-@pytest.mark.parametrize("name", names("loss"))
+@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
 def test_a_loss_file_says_where_a_value_comes_from(name):
     text = (CONF / "loss" / f"{name}.yaml").read_text()
     node = OmegaConf.load(CONF / "loss" / f"{name}.yaml")
@@ -106,13 +101,26 @@ def test_a_loss_file_says_where_a_value_comes_from(name):
     assert built(node).beta == DPOConfig(name).beta
 
 
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_sets_every_axis_and_exactly_the_hyperparameters_of_its_choices(name):
+    config = built(composed(f"loss={name}").loss)
+    assert isinstance(config, GRPOConfig)
+    assert set(composed(f"loss={name}").loss) == {"_target_", *config.as_dict()}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_says_where_its_equation_is(name):
+    _, title, *_ = (CONF / "loss" / f"{name}.yaml").read_text().splitlines()
+    assert re.search(r"arXiv:\d{4}\.\d{5}", title)
+
+
 # --- recipes
 
 
 @pytest.mark.parametrize("name", names("recipe/arithmetic"))
 def test_a_recipe_is_that_of_the_chosen_loss(name):
     recipe = OmegaConf.load(CONF / "recipe" / "arithmetic" / f"{name}.yaml")
-    cfg = compose("train", overrides=[f"loss={name}"])
+    cfg = compose("train", overrides=[f"loss={name}", "output_dir=run"])
     assert OmegaConf.merge(cfg, recipe) == cfg
     assert cfg.trainer.max_steps > 0
 
@@ -134,6 +142,13 @@ def test_real_data_does_not_get_the_recipe_of_the_sums():
     assert cfg.loss.beta == PREFERENCE_LOSSES["dpo"].hyperparameters["beta"].default
 
 
+@pytest.mark.parametrize("data", ["prompts", "reasoning_gym"])
+def test_other_prompts_do_not_get_the_recipe_of_the_sums(data):
+    cfg = composed("loss=dapo", f"data={data}", "reward=gsm8k")
+    assert (cfg.trainer.max_steps, cfg.optimizer.lr) == (-1, 1e-6)
+    assert cfg.module.sampling.max_new_tokens == 256
+
+
 # --- each file against what it configures
 
 
@@ -153,19 +168,52 @@ def test_a_model_file_sets_every_field_of_a_recipe(name):
 
 @pytest.mark.parametrize("name", names("data"))
 def test_a_data_file_sets_every_argument_but_the_tokenizer(name):
-    node = composed(f"data={name}").data
-    assert keys(node) == [n for n in signature(PreferenceDataModule).parameters if n != "tokenizer"]
+    node = composed(f"data={name}", *ALSO.get(f"data={name}", [])).data
+    assert sets_all_but_the_tokenizer(node)
 
 
-def test_the_bundled_data_is_a_path_by_itself():
-    data = built(compose("train").data)
-    assert Path(data.path).is_file()
-    assert Path(data.val_path).is_file()
+def sets_all_but_the_tokenizer(node):
+    taken = signature(get_class(node._target_)).parameters
+    return keys(node) == [name for name in taken if name != "tokenizer"]
 
 
-def test_the_module_file_sets_every_argument_but_the_tokenizer():
-    node = composed().module
-    assert keys(node) == [name for name in signature(DPOModule).parameters if name != "tokenizer"]
+def test_the_bundled_sums_are_pairs_or_prompts_as_the_module_wants_them():
+    pairs, prompts = (compose("train", overrides=[f"loss={n}"]).data for n in ("dpo", "dapo"))
+    assert get_class(pairs._target_) is PreferenceDataModule
+    assert pairs._target_ != prompts._target_
+    assert sets_all_but_the_tokenizer(prompts)
+
+
+def test_the_bundled_data_is_there_by_itself():
+    pairs, prompts = (
+        built(compose("train", overrides=[f"loss={n}"]).data) for n in ("dpo", "dapo")
+    )
+    assert Path(pairs.path).is_file()
+    assert Path(pairs.val_path).is_file()
+    assert (prompts.path, prompts.val_path) == (Arithmetic(), HeldOutArithmetic())
+
+
+def test_the_options_of_a_task_reach_its_held_out_questions():
+    given = ["loss=dapo", "data=reasoning_gym", "data.path.task=gcd", "+data.path.config.max_num=9"]
+    data = built(compose("train", overrides=given).data)
+    assert data.path == ReasoningGym("gcd", size=5000, config={"max_num": 9})
+    assert data.val_path == HeldOutReasoningGym(data.path, size=200)
+
+
+@pytest.mark.parametrize("loss", ["dpo", "dapo"])
+def test_the_module_file_sets_every_argument_but_the_tokenizer(loss):
+    assert sets_all_but_the_tokenizer(composed(f"loss={loss}").module)
+
+
+@pytest.mark.parametrize("group", ["sampling", "val_sampling"])
+def test_a_sampling_is_written_out_but_for_stop_tokens(group):
+    node = composed("loss=dapo").module[group]
+    assert [*keys(node), "stop_token_ids"] == [field.name for field in fields(Sampling)]
+
+
+def test_validation_is_greedy_and_as_long_as_training():
+    module = composed("loss=dapo", "module.sampling.max_new_tokens=7").module
+    assert (module.val_sampling.temperature, module.val_sampling.max_new_tokens) == (0.0, 7)
 
 
 @pytest.mark.parametrize("name", names("optimizer"))

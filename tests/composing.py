@@ -1,0 +1,30 @@
+"""Composing the configuration, for the tests of conf/."""
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+
+CONF = Path(__file__).parents[1] / "conf"
+# What an option leaves for the user to say.
+GIVEN = ["model.pretrained=tiny", "data.path=pairs.jsonl", "output_dir=run"]
+PRESETS = ["cispo", "dapo", "dr_grpo", "grpo", "gspo", "rloo"]
+
+
+def names(group):
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def hydra_conf():
+    with initialize_config_dir(str(CONF), version_base="1.3", job_name="train"):
+        yield
+
+
+def composed(*overrides):
+    return compose("train", overrides=[*GIVEN, *overrides])
+
+
+def built(node, **options):
+    return instantiate(node, _convert_="all", **options)

@@ -1,0 +1,84 @@
+"""The named policy losses of conf/: complete, cited, and switching what belongs with them."""
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+
+from lit_align.errors import UserError
+from lit_align.losses import GRPOConfig
+
+CONF = Path(__file__).parents[2] / "conf"
+# Surrogate, ratio level, aggregation, advantage, where the KL goes and how much of it.
+PRESETS = {
+    "cispo": ("cispo", "token", "token_mean", "group_mean_std", "loss", 0.0),
+    "dapo": ("clip", "token", "token_mean", "group_mean_std", "loss", 0.0),
+    "dr_grpo": ("clip", "token", "constant_length", "group_mean", "loss", 0.0),
+    "grpo": ("clip", "token", "sequence_mean", "group_mean_std", "loss", 0.04),
+    "gspo": ("clip", "sequence", "sequence_mean", "group_mean_std", "loss", 0.0),
+    "rloo": ("reinforce", "token", "sequence_sum", "leave_one_out", "reward", 0.05),
+}
+every_preset = pytest.mark.parametrize("name", PRESETS)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def hydra_conf():
+    with initialize_config_dir(str(CONF), version_base="1.3", job_name="train"):
+        yield
+
+
+def text(name):
+    return (CONF / "loss" / f"{name}.yaml").read_text()
+
+
+@cache
+def composed(*overrides):
+    return compose("train", overrides=list(overrides))
+
+
+def test_every_file_of_a_policy_loss_is_a_preset():
+    files = [path.stem for path in (CONF / "loss").glob("*.yaml")]
+    assert {name for name in files if "GRPOConfig" in text(name)} == set(PRESETS)
+
+
+@every_preset
+def test_a_preset_sets_the_axes_of_its_paper(name):
+    loss = instantiate(composed(f"loss={name}").loss)
+    found = (loss.loss_fn, loss.ratio_level, loss.aggregation, loss.advantage)
+    assert (*found, loss.kl_in, loss.beta) == PRESETS[name]
+
+
+@every_preset
+def test_a_preset_writes_every_value_and_says_where_it_comes_from(name):
+    node = composed(f"loss={name}").loss
+    values = {key: value for key, value in node.items() if key != "_target_"}
+    assert list(values) == list(GRPOConfig(**values).as_dict())
+    _, paper, *lines = text(name).splitlines()
+    assert re.match(r"# \w.+ 20\d\d.*, arXiv:\d{4}\.\d{5}, eq", paper)
+    explained = [line.split(":")[0].strip() for line in lines if re.search(r":.+\S  # \S", line)]
+    assert explained == list(values)
+
+
+@every_preset
+def test_a_preset_chooses_its_module_by_itself(name):
+    cfg = composed(f"loss={name}")
+    assert cfg.module._target_ == "lit_align.GRPOModule"
+    assert cfg.module.loss == cfg.loss
+
+
+def test_dr_grpo_divides_by_what_the_sampler_may_write():
+    cfg = composed("loss=dr_grpo", "module.sampling.max_new_tokens=77")
+    assert instantiate(cfg.loss).max_completion_length == 77
+
+
+def test_a_value_of_a_preset_can_be_overridden_and_an_unread_one_is_refused():
+    cfg = composed("loss=dapo", "loss.clip_higher=0.5", "+loss.delta=9")
+    remedy = r"nothing that was chosen reads delta.* ~loss\.delta"
+    with pytest.raises(InstantiationException, match=remedy) as why:
+        instantiate(cfg.loss)
+    assert isinstance(why.value.__cause__, UserError)
+    assert instantiate(cfg.loss, loss_fn="two_sided").clip_higher == 0.5
