@@ -1,7 +1,7 @@
-"""The README's table of what each loss does for the bundled model: run, read, write.
+"""The README's tables of what each loss does for the bundled model: run, read, write.
 
-    python benchmarks/bundled.py              # one run per loss, a few minutes
-    python benchmarks/bundled.py --write      # and put the table into README.md
+    python benchmarks/bundled.py              # one run per loss, some minutes
+    python benchmarks/bundled.py --write      # and put the tables into README.md
 
 Each run is `python train.py loss=NAME` in a process of its own, from import to exported model.
 """
@@ -11,43 +11,66 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-LOSSES = ["dpo", "dpo_norm", "simpo", "wpo"]
-METRICS = {"val/ranking_accuracies": "pairs ranked right", "val/exact_match": "sums right"}
-START, END = "<!-- benchmarks/bundled.py -->", "<!-- end -->"
+END = "<!-- end -->"
 
 
-def measure(loss: str, folder: Path) -> str:
-    """One row of the table."""
+class Table(NamedTuple):
+    """Losses, what is said of each, and the mark in the README behind which it stands."""
+
+    mark: str
+    losses: Sequence[str]
+    metrics: Mapping[str, str]
+
+
+TABLES = [
+    Table(
+        "<!-- benchmarks/bundled.py -->",
+        ["dpo", "dpo_norm", "simpo", "wpo"],
+        {"val/ranking_accuracies": "pairs ranked right", "val/exact_match": "sums right"},
+    ),
+    Table(
+        "<!-- benchmarks/bundled.py grpo -->",
+        ["cispo", "dapo", "dr_grpo", "grpo", "gspo", "rloo"],
+        {"val/pass@1": "sums right (greedy pass@1)"},
+    ),
+]
+
+
+def measure(loss: str, metrics: Mapping[str, str], folder: Path) -> str:
+    """One row of a table."""
     started = time.perf_counter()
     command = [sys.executable, "train.py", f"loss={loss}", f"hydra.run.dir={folder}"]
     subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
     seconds = time.perf_counter() - started
     values = json.loads((folder / "before_after.json").read_text())
-    cells = [f"{values['before'][key]:.2f} to {values['after'][key]:.2f}" for key in METRICS]
+    cells = [f"{values['before'][key]:.2f} to {values['after'][key]:.2f}" for key in metrics]
     return f"| `loss={loss}` | {' | '.join(cells)} | {seconds:.0f} s |"
 
 
-def table() -> str:
-    """Markdown: a row per loss, before and after training, and the wall time of the command."""
+def markdown(table: Table) -> str:
+    """A row per loss: before and after training, and the wall time of the command."""
     with tempfile.TemporaryDirectory() as folder:
-        rows = [measure(loss, Path(folder) / loss) for loss in LOSSES]
-    head = ["", *METRICS.values(), "whole command, two CPU cores"]
+        rows = [measure(loss, table.metrics, Path(folder) / loss) for loss in table.losses]
+    head = ["", *table.metrics.values(), "whole command, two CPU cores"]
     return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *rows])
 
 
-def write(text: str) -> None:
-    """Replace what stands between the two marks in README.md."""
+def write(mark: str, text: str) -> None:
+    """Replace what stands between the mark and the end in README.md."""
     readme = ROOT / "README.md"
-    before, _, rest = readme.read_text().partition(START)
+    before, _, rest = readme.read_text().partition(mark)
     _, _, after = rest.partition(END)
-    readme.write_text(f"{before}{START}\n{text}\n{END}{after}")
+    readme.write_text(f"{before}{mark}\n{text}\n{END}{after}")
 
 
 if __name__ == "__main__":
-    made = table()
-    sys.stdout.write(f"{made}\n")
-    if "--write" in sys.argv[1:]:
-        write(made)
+    for table in TABLES:
+        made = markdown(table)
+        sys.stdout.write(f"{made}\n\n")
+        if "--write" in sys.argv[1:]:
+            write(table.mark, made)

@@ -195,3 +195,19 @@ if find_spec("case_adapters_data"):
     from case_adapters_data import DATA_CASES
 
     ADAPTERS |= DATA_CASES
+if find_spec("case_adapters_generation"):
+    from case_adapters_generation import GENERATION_CASES
+
+    ADAPTERS |= GENERATION_CASES
+if find_spec("case_adapters_advantages"):
+    from case_adapters_advantages import ADVANTAGES_CASES
+
+    ADAPTERS |= ADVANTAGES_CASES
+if find_spec("case_adapters_policy"):
+    from case_adapters_policy import POLICY_CASES
+
+    ADAPTERS |= POLICY_CASES
+if find_spec("case_adapters_rewards"):
+    from case_adapters_rewards import REWARDS_CASES
+
+    ADAPTERS |= REWARDS_CASES

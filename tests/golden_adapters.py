@@ -16,6 +16,7 @@ from golden_adapters_advantages import (
     NAMED_BY,
 )
 from golden_adapters_e2e import E2E_ADAPTERS
+from golden_adapters_grpo_e2e import GRPO_E2E_ADAPTERS
 from golden_adapters_policy import POLICY_ADAPTERS, POLICY_LEFT_OUT, POLICY_NAMED_BY
 from golden_cases import Case, Result
 from golden_overruled_policy import POLICY_OVERRULED_WHERE
@@ -193,6 +194,7 @@ ADAPTERS: dict[str, Callable[[Case], Result]] = {
     "wpo__trl_no_clamp": wpo,
     **ADVANTAGES_ADAPTERS,
     **E2E_ADAPTERS,
+    **GRPO_E2E_ADAPTERS,
     **POLICY_ADAPTERS,
 }
 
@@ -224,7 +226,7 @@ PLAIN |= {"gradient_clipping"}
 
 def mapped_as(case: Case) -> str:
     """The name an adapter goes by: the variant, and what it was set to where that matters."""
-    named_by = {**NAMED_BY, **POLICY_NAMED_BY}
+    named_by = {**NAMED_BY, **POLICY_NAMED_BY, "e2e_grpo": lambda case: case.params["loss_type"]}
     if case.variant in named_by:
         return f"{case.variant}[{named_by[case.variant](case)}]"
     losses = case.params.get("loss_type")

@@ -9,7 +9,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from lit_align.data import PreferenceDataModule
-from lit_align.losses import PREFERENCE_LOSSES
+from lit_align.losses import PREFERENCE_LOSSES, SURROGATES
 from lit_align.policies import PolicyRecipe
 
 ROOT = Path(__file__).parents[1]
@@ -40,7 +40,7 @@ def overrides():
 def test_every_train_command_composes(given):
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         cfg = compose("train", overrides=given)
-    assert cfg.loss.loss_type in PREFERENCE_LOSSES
+    assert cfg.loss.get("loss_type") in PREFERENCE_LOSSES or cfg.loss.loss_fn in SURROGATES
     assert cfg.data.path
 
 
@@ -72,10 +72,32 @@ def test_the_table_lists_every_loss():
     assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == sorted(PREFERENCE_LOSSES)
 
 
+def test_the_table_lists_every_preset_as_it_is():
+    """Name, surrogate, ratio level and aggregation; the clip's bounds stand beside its name."""
+    section = README.split("## Policy losses")[1].split("##")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines()]
+    rows = [row for row in rows if row and row[0].startswith("`") and row[0] != "`loss=`"]
+    presets = [path.stem for path in (ROOT / "conf/loss").glob("*.yaml")]
+    assert [row[0].strip("`") for row in rows] == sorted(set(presets) - set(PREFERENCE_LOSSES))
+    for name, surrogate, ratio, aggregation, *_ in rows:
+        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+            loss = compose("train", overrides=[f"loss={name.strip('`')}"]).loss
+        assert surrogate.startswith(f"`{loss.loss_fn}`")
+        assert aggregation == f"`{loss.aggregation}`"
+        assert ratio == ("none" if loss.loss_fn == "reinforce" else loss.ratio_level)
+        if loss.loss_fn == "clip":
+            bounds = f"{1 - loss.clip_lower:g} ... {1 + loss.clip_higher:g}"
+            assert bounds in surrogate
+        if loss.beta:
+            assert f"KL in the {loss.kl_in} (beta {loss.beta:g})" in surrogate
+
+
 def test_the_tree_is_true():
     tree = README.split("## Tree")[1].split("```")[1]
     below = ROOT
     for line in tree.strip().splitlines():
         name = line.split()[0]
+        if line.startswith(" " * 21):  # the text of the line before goes on
+            continue
         below = ROOT / "lit_align" if line.startswith("  ") else ROOT
         assert (below / name).exists(), name
