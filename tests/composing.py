@@ -9,7 +9,35 @@ from hydra.utils import instantiate
 CONF = Path(__file__).parents[1] / "conf"
 # What an option leaves for the user to say.
 GIVEN = ["model.pretrained=tiny", "data.path=pairs.jsonl", "output_dir=run"]
-PRESETS = ["cispo", "dapo", "dr_grpo", "grpo", "gspo", "rloo"]
+PRESETS = [
+    "cispo",
+    "clip_cov",
+    "dapo",
+    "dppo",
+    "dr_grpo",
+    "gdpo",
+    "gmpo",
+    "gpg",
+    "grpo",
+    "gspo",
+    "gspo_token",
+    "kl_cov",
+    "lite_ppo",
+    "luspo",
+    "maxrl",
+    "open_instruct_dapo",
+    "opo",
+    "pass_at_k",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "rloo",
+    "sapo",
+    "top_entropy",
+    "trl_default",
+    "trl_rloo",
+    "verl_vanilla",
+    "vespo",
+]
 
 
 def names(group):

@@ -17,9 +17,13 @@ from golden_adapters_advantages import (
 )
 from golden_adapters_e2e import E2E_ADAPTERS
 from golden_adapters_grpo_e2e import GRPO_E2E_ADAPTERS
+from golden_adapters_pairs import PAIRS_ADAPTERS, PAIRS_LEFT_OUT
 from golden_adapters_policy import POLICY_ADAPTERS, POLICY_LEFT_OUT, POLICY_NAMED_BY
+from golden_adapters_surrogates import SURROGATES_ADAPTERS, SURROGATES_LEFT_OUT
+from golden_adapters_weights import WEIGHTS_ADAPTERS, WEIGHTS_LEFT_OUT
 from golden_cases import Case, Result
 from golden_overruled_policy import POLICY_OVERRULED_WHERE
+from golden_overruled_surrogates import SURROGATES_OVERRULED_WHERE
 from replay import Replay
 from torch import Tensor
 from torch.nn import functional as F
@@ -37,7 +41,10 @@ LEFT_OUT = {
     "metrics/logits/*": "mean logits of a whole vocabulary are never computed",
     "metrics/mean_token_accuracy": "the likeliest token is never looked for",
     **ADVANTAGES_LEFT_OUT,
+    **PAIRS_LEFT_OUT,
     **POLICY_LEFT_OUT,
+    **SURROGATES_LEFT_OUT,
+    **WEIGHTS_LEFT_OUT,
 }
 
 
@@ -195,7 +202,10 @@ ADAPTERS: dict[str, Callable[[Case], Result]] = {
     **ADVANTAGES_ADAPTERS,
     **E2E_ADAPTERS,
     **GRPO_E2E_ADAPTERS,
+    **PAIRS_ADAPTERS,
     **POLICY_ADAPTERS,
+    **SURROGATES_ADAPTERS,
+    **WEIGHTS_ADAPTERS,
 }
 
 
@@ -217,6 +227,7 @@ OVERRULED_WHERE = {
     "wpo__trl_no_clamp": a_weight_passes_1,
     **ADVANTAGES_OVERRULED_WHERE,
     **POLICY_OVERRULED_WHERE,
+    **SURROGATES_OVERRULED_WHERE,
 }
 
 # What does not make another loss of an end-to-end case.

@@ -15,6 +15,7 @@ from lit_align.losses import DPOConfig, PairLoss, TensorCache, compute_loss, wpo
 from lit_align.ops import IGNORE_INDEX, completion_lengths, masked_mean, masked_sum
 
 SIDES = ("chosen", "rejected")
+OPTIONS = ("beta", "label_smoothing")
 
 
 def tiny_llama(case: Case, role: str = "policy") -> LlamaForCausalLM:
@@ -119,7 +120,8 @@ def metrics(pair: PairLoss, scored: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def e2e_dpo(loss_type: str, case: Case) -> Result:
-    args = DPOConfig(loss_type, beta=case.params["beta"])
+    set_to = {name: case.params[name] for name in OPTIONS if name in case.params}
+    args = DPOConfig(loss_type, **set_to)
     model = tiny_llama(case)
     scored = score(model, case, args)
     pair = pair_loss(scored, reference_cache(case, args), case, args)

@@ -22,6 +22,7 @@ AGGREGATIONS = {
     "dapo": "token_mean",
     "grpo": "sequence_mean",
     "luspo": "sequence_sum",
+    "vespo": "token_mean",
 }
 
 
@@ -71,17 +72,21 @@ def step(case: Case, config: GRPOConfig) -> Result:
 def e2e_grpo(case: Case) -> Result:
     """TRL's step: what it calls a loss type is an aggregation."""
     params = case.params
-    options: dict[str, Any] = {"loss_fn": "clip"}
+    options: dict[str, Any] = {
+        "loss_fn": "clip",
+        "clip_lower": params["epsilon_low"],
+        "clip_higher": params["epsilon_high"],
+    }
     if params["delta"] is not None:
-        options = {"loss_fn": "two_sided", "delta": params["delta"]}
+        options |= {"loss_fn": "two_sided", "delta": params["delta"]}
+    if params["loss_type"] == "vespo":
+        options = {"loss_fn": "vespo"}
     tokens = sum(len(ids) for group in case.raw["inputs"]["completions"] for ids in group)
     assert params["num_items_in_batch"] == tokens
     config = GRPOConfig(
         **options,
         ratio_level=params["importance_sampling_level"],
         aggregation=AGGREGATIONS[params["loss_type"]],
-        clip_lower=params["epsilon_low"],
-        clip_higher=params["epsilon_high"],
         beta=params["beta"],
         kl_estimator="ratio_k3" if params["use_bias_correction_kl"] else "k3",
     )

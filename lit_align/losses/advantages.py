@@ -1,8 +1,17 @@
 """Advantages: how much better a completion was than the others of its prompt.
 
-Every function takes one reward per completion, (N,), and the number of its group, (N,), and
-returns one advantage per completion. Which completions belong together is said by that number
-alone: the order of the rows means nothing, and changes nothing.
+Every function takes what its signature names, one row per completion, and returns one advantage per
+completion:
+
+* `rewards`, (N,): the weighted sum of its rewards;
+* `rewards_by_name`, (N, K), and `reward_weights`, (K,): the K rewards themselves;
+* `groups`, (N,): the number of its group. Which completions belong together is said by that number
+  alone: the order of the rows means nothing, and changes nothing;
+* `lengths`, (N,): its tokens;
+* `greedy_rewards`, (N,): the reward of the prompt's greedy completion.
+
+Here is what compares a completion with its group by means and deviations; `advantages_group` has
+other comparisons, `advantages_batch` what is normalised over the whole batch.
 
 What holds for all of them:
 
@@ -16,16 +25,23 @@ What holds for all of them:
 """
 
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
-import torch
 from torch import Tensor
 
-from lit_align.errors import UserError
+from lit_align.losses.reward_table import RewardTable, deviation
 from lit_align.losses.variants import Range, Variants
-from lit_align.ops import check_same_shape
 
-ADVANTAGES = Variants(noun="advantage")
+ADVANTAGES = Variants(
+    aliases={
+        "grpo_passk": "best_of_group_std",
+        "maxrl": "mean_relative",
+        "opo": "length_weighted",
+        "reinforce_plus_plus": "reinforce_pp",
+        "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
+    },
+    noun="advantage",
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +78,7 @@ def group_mean(rewards: Tensor, groups: Tensor) -> Tensor:
     Source:
         Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783, section 3.2.
     """
-    table = _Table.of(rewards, groups)
+    table = RewardTable.of(rewards, groups)
     return table.returned(table.centred)
 
 
@@ -95,8 +111,8 @@ def group_mean_std(
     Source:
         Shao et al. 2024 (DeepSeekMath), arXiv:2402.03300, section 4.1.2; ddof and std_eps: TRL.
     """
-    table = _Table.of(rewards, groups)
-    return table.returned(table.centred / (_std(table.rewards, ddof) + std_eps))
+    table = RewardTable.of(rewards, groups)
+    return table.returned(table.centred / (deviation(table.rewards, ddof) + std_eps))
 
 
 @ADVANTAGES.register("batch_std")
@@ -123,9 +139,41 @@ def batch_std(rewards: Tensor, groups: Tensor, *, ddof: Ddof = 1, std_eps: StdEp
     Source:
         Liu et al. 2025 (Lite PPO), arXiv:2508.08221; ddof and std_eps: TRL.
     """
-    table = _Table.of(rewards, groups)
+    table = RewardTable.of(rewards, groups)
     batch = table.rewards.flatten().sort().values.unsqueeze(0)
-    return table.returned(table.centred / (_std(batch, ddof) + std_eps))
+    return table.returned(table.centred / (deviation(batch, ddof) + std_eps))
+
+
+@ADVANTAGES.register("leave_one_out_normalised")
+def leave_one_out_normalised(
+    rewards: Tensor, groups: Tensor, *, ddof: Ddof = 1, std_eps: StdEps = 1e-4
+) -> Tensor:
+    """`leave_one_out`, scaled by what these advantages spread over the whole batch.
+
+        advantage = leave_one_out / (standard deviation of leave_one_out over the batch + std_eps)
+
+    Their mean, which TRL subtracts besides, is 0: they sum to 0 in every group.
+
+    Args:
+        rewards: one per completion, (N,), reward units; NaN: unscored.
+        groups: number of the group of each completion, (N,), integers.
+        ddof: what is subtracted from the number of advantages when squares are averaged, 0 or 1.
+        std_eps: added to the standard deviation, reward units, > 0.
+
+    Returns:
+        (N,), dimensionless.
+
+    Raises:
+        ValueError: if the shapes differ, groups are not integers, or a reward is infinite.
+
+    Source:
+        TRL, RLOO with normalize_advantages.
+    """
+    table = RewardTable.of(rewards, groups)
+    others = (table.scored - 1).clamp(min=1)
+    raw = table.centred * table.scored / others
+    batch = raw.flatten().sort().values.unsqueeze(0)
+    return table.returned(raw / (deviation(batch, ddof) + std_eps))
 
 
 @ADVANTAGES.register("leave_one_out")
@@ -150,83 +198,5 @@ def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
         Ahmadian et al. 2024 (RLOO), arXiv:2402.14740; Kool et al. 2019, "Buy 4 REINFORCE
         samples, get a baseline for free".
     """
-    table = _Table.of(rewards, groups)
-    scored = _count(table.rewards)
-    return table.returned(table.centred * scored / (scored - 1).clamp(min=1))
-
-
-class _Table(NamedTuple):
-    """Rewards laid out by group, P groups of at most G, whatever order they came in.
-
-    Attributes:
-        rewards: (P, G), float64, ascending; NaN at the end, for the unscored and where a group has
-            fewer than G. Sorted, because a sum in floating point depends on its order.
-        places: where each completion stands among the P * G, (N,).
-        dtype: of what is returned.
-    """
-
-    rewards: Tensor
-    places: Tensor
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, rewards: Tensor, groups: Tensor) -> "_Table":
-        """From one row per completion."""
-        _check(rewards, groups)
-        _, group, sizes = torch.unique(groups, return_inverse=True, return_counts=True)
-        order = rewards.argsort(stable=True)
-        order = order[group[order].argsort(stable=True)]
-        starts = (sizes.cumsum(0) - sizes)[group[order]]
-        width = max(sizes.tolist(), default=0)
-        places = torch.empty_like(group)
-        places[order] = (
-            group[order] * width + torch.arange(len(order), device=starts.device) - starts
-        )
-        table = torch.full((len(sizes) * width,), torch.nan).to(rewards.device, torch.float64)
-        table[places] = rewards.detach().double()
-        dtype = torch.promote_types(rewards.dtype, torch.float32)
-        return cls(table.view(len(sizes), width), places, dtype)
-
-    @property
-    def centred(self) -> Tensor:
-        """Rewards less the mean of their group, (P, G); NaN where there is no reward."""
-        excess = _excess(self.rewards)
-        return excess - excess.nansum(-1, keepdim=True) / _count(excess).clamp(min=1)
-
-    def returned(self, advantages: Tensor) -> Tensor:
-        """Back in the order of the completions: (P, G) to (N,); NaN becomes 0."""
-        return advantages.nan_to_num(nan=0.0).flatten()[self.places].to(self.dtype)
-
-
-def _check(rewards: Tensor, groups: Tensor) -> None:
-    """Raise ValueError for what cannot be a reward or a group's number."""
-    check_same_shape(rewards=rewards, groups=groups)
-    if rewards.dim() != 1 or groups.is_floating_point():
-        raise ValueError(
-            f"rewards and groups must be (N,), groups integers: "
-            f"not {tuple(rewards.shape)} and {groups.dtype}"
-        )
-    if rewards.isinf().any():
-        row = int(rewards.isinf().nonzero()[0])
-        raise UserError(
-            f"the reward of completion {row} is {rewards[row].item()}: rewards must be finite "
-            "numbers, or NaN for a completion that is not to be scored"
-        )
-
-
-def _excess(table: Tensor) -> Tensor:
-    """Each row less its lowest value, which stands first: where all agree, 0 and not a rounding."""
-    return table - table[:, :1]
-
-
-def _count(table: Tensor) -> Tensor:
-    """How many of each row are scored, (P, 1)."""
-    return (~table.isnan()).sum(-1, keepdim=True)
-
-
-def _std(table: Tensor, ddof: float) -> Tensor:
-    """Standard deviation of each row of an ascending table, (P, 1); 0 where it has no meaning."""
-    excess, count = _excess(table), _count(table)
-    mean = excess.nansum(-1, keepdim=True) / count.clamp(min=1)
-    squares = (excess - mean).square().nansum(-1, keepdim=True)
-    return (squares / (count - ddof).clamp(min=1)).sqrt()
+    table = RewardTable.of(rewards, groups)
+    return table.returned(table.centred * table.scored / (table.scored - 1).clamp(min=1))

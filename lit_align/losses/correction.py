@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lit_align.losses.numerics import check_finite, full_precision
 from lit_align.losses.variants import Range, Variants
-from lit_align.ops import check_same_shape, masked_mean, masked_sum
+from lit_align.ops import check_same_shape
 
 CORRECTIONS = Variants(noun="correction")
 
@@ -88,47 +88,7 @@ def tis(
         Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training",
         https://fengyao.notion.site/off-policy-rl.
     """
-    return _token_ratio(old_logprobs, sampler_logprobs, mask).clamp(tis_floor, tis_cap)
-
-
-@CORRECTIONS.register("tis_sequence")
-def tis_sequence(
-    old_logprobs: Tensor,
-    sampler_logprobs: Tensor,
-    mask: Tensor,
-    *,
-    tis_cap: Cap = 2.0,
-    tis_floor: Floor = 0.0,
-) -> Tensor:
-    """Truncated importance sampling of whole completions.
-
-        weight of every token of a completion
-            = min(max(product of rho over its tokens, tis_floor), tis_cap)
-
-    Unbiased but for the cap, where `tis` is not; and of a variance that grows with the length: a
-    thousand tokens off by 0.01 nats each, all to one side, make a factor of 22026 or its inverse.
-
-    Args:
-        old_logprobs: under the trainer's policy before the update, (B, T), nats.
-        sampler_logprobs: under the policy that sampled, (B, T), nats.
-        mask: trained tokens, (B, T) bool. What stands elsewhere does not matter.
-        tis_cap: largest weight, dimensionless, >= 1; usually 2 (verl).
-        tis_floor: smallest weight, dimensionless, in [0, 1).
-
-    Returns:
-        Weights, (B, T), in [tis_floor, tis_cap], one value per row.
-
-    Raises:
-        ValueError: if the shapes differ or a log-prob on the mask is not finite.
-
-    Source:
-        Yao et al. 2025, see `tis`; Liu et al. 2025, "When speed kills stability",
-        https://richardli.xyz/rl-collapse.
-    """
-    log_ratio = _log_ratio(old_logprobs, sampler_logprobs, mask)
-    # An infinite product meets the cap, so that the sum needs no bound.
-    weights = masked_sum(log_ratio, mask).exp().clamp(tis_floor, tis_cap)
-    return weights.unsqueeze(-1).where(mask, 1.0)
+    return token_rho(old_logprobs, sampler_logprobs, mask).clamp(tis_floor, tis_cap)
 
 
 @CORRECTIONS.register("icepop")
@@ -160,47 +120,8 @@ def icepop(
     Source:
         Ling team 2025 (Ring-1T), arXiv:2510.18855; the bounds: OpenRLHF.
     """
-    ratio = _token_ratio(old_logprobs, sampler_logprobs, mask)
+    ratio = token_rho(old_logprobs, sampler_logprobs, mask)
     return ratio.where((ratio >= icepop_lower) & (ratio <= icepop_upper), 0.0)
-
-
-@CORRECTIONS.register("geometric_mask")
-def geometric_mask(
-    old_logprobs: Tensor,
-    sampler_logprobs: Tensor,
-    mask: Tensor,
-    *,
-    mask_lower: Lower = 0.999,
-    mask_upper: Upper = 1.001,
-) -> Tensor:
-    """Completions on which the two disagree too much do not count at all.
-
-        weight of every token of a completion
-            = 1 if mask_lower <= geometric mean of rho over its tokens <= mask_upper else 0
-
-    Unlike the product, the mean does not grow with the length. What is kept is not weighted.
-
-    Args:
-        old_logprobs: under the trainer's policy before the update, (B, T), nats.
-        sampler_logprobs: under the policy that sampled, (B, T), nats.
-        mask: trained tokens, (B, T) bool. What stands elsewhere does not matter.
-        mask_lower: smallest geometric mean that counts, dimensionless, in [0, 1).
-        mask_upper: largest geometric mean that counts, dimensionless, > 1.
-
-    Returns:
-        Weights, (B, T), 0 or 1, one value per row; 1 in a row without tokens.
-
-    Raises:
-        ValueError: if the shapes differ or a log-prob on the mask is not finite.
-
-    Source:
-        Liu et al. 2025, "When speed kills stability", https://richardli.xyz/rl-collapse; bounds:
-        verl.
-    """
-    log_ratio = _log_ratio(old_logprobs, sampler_logprobs, mask)
-    ratio = masked_mean(log_ratio, mask).exp()
-    kept = (ratio >= mask_lower) & (ratio <= mask_upper)
-    return kept.to(log_ratio.dtype).unsqueeze(-1).where(mask, 1.0)
 
 
 def mismatch(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> Mismatch:
@@ -223,19 +144,19 @@ def mismatch(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> Mi
     Source:
         Schulman 2020, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html.
     """
-    difference = _log_ratio(old_logprobs, sampler_logprobs, mask)
+    difference = log_rho(old_logprobs, sampler_logprobs, mask)
     bounded = difference.clamp(-MAX_LOG_RATIO_SHOWN, MAX_LOG_RATIO_SHOWN)
     k3 = torch.expm1(bounded) - bounded
     return Mismatch(difference, bounded.exp(), -difference, k3)
 
 
-def _token_ratio(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> Tensor:
+def token_rho(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> Tensor:
     """The ratio rho of each token, its logarithm bounded; 1 outside the mask."""
-    log_ratio = _log_ratio(old_logprobs, sampler_logprobs, mask)
+    log_ratio = log_rho(old_logprobs, sampler_logprobs, mask)
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def _log_ratio(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> Tensor:
+def log_rho(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> Tensor:
     """The logarithm of rho, detached, float32 or better; 0 outside the mask."""
     given = {"old_logprobs": old_logprobs, "sampler_logprobs": sampler_logprobs}
     check_same_shape(**given, mask=mask)

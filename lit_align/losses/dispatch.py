@@ -9,7 +9,7 @@ from torch import Tensor
 from lit_align.errors import UserError
 from lit_align.losses.cache import TensorCache
 from lit_align.losses.config import FrozenConfig
-from lit_align.losses.preference import PREFERENCE_LOSSES, PairLoss
+from lit_align.losses.pairs import PREFERENCE_LOSSES, PairLoss
 from lit_align.losses.variants import Variant
 from lit_align.ops import completion_lengths
 
@@ -66,7 +66,8 @@ def compute_loss(
             attributes (one it lacks has the loss's default).
         batch: may hold `index`, (B,), rows of the reference cache; `chosen_labels` and
             `rejected_labels`, (B, T), whose widths may differ; `chosen_alignment_logps` and
-            `rejected_alignment_logps`, (B,), nats. Only what the loss reads needs to be there.
+            `rejected_alignment_logps`, (B,), nats; `margin`, (B,); `delta`, (). Only what the loss
+            reads needs to be there.
         policy_chosen_logps: of the preferred responses, (B,), nats: sums, or means per token if
             `args.variant.average_logps`.
         policy_rejected_logps: of the other responses, likewise.
@@ -82,6 +83,7 @@ def compute_loss(
     variant = PREFERENCE_LOSSES[args.loss_type]
     available = {
         **{name: batch[name] for name in variant.optional_tensors if name in batch},
+        **_columns(variant, batch),
         "policy_chosen_logps": policy_chosen_logps,
         "policy_rejected_logps": policy_rejected_logps,
     }
@@ -91,6 +93,16 @@ def compute_loss(
         available |= _reference_logps(variant, batch, reference_cache)
     result: PairLoss = variant(available, args)
     return result
+
+
+def _columns(variant: Variant, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What the loss reads of the data itself."""
+    if missing := [name for name in variant.columns if name not in batch]:
+        raise UserError(
+            f"loss '{variant.name}' reads {', '.join(missing)} of each pair, which the batch does "
+            "not have: add such a column to the data"
+        )
+    return {name: batch[name] for name in variant.columns}
 
 
 def _lengths(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lit_align.errors import UserError
 from lit_align.losses.grpo_config import ExperimentConfig as ExperimentConfig
 from lit_align.losses.grpo_config import GRPOConfig as GRPOConfig
 from lit_align.losses.kl import kl_estimator
@@ -34,6 +35,7 @@ def compute_grpo_loss(
     ref_logprobs: Tensor | None,
     config: Any,
     tis_weights: Tensor | None = None,
+    **others: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The policy loss that `config` names, token by token, and the KL beside it.
 
@@ -48,6 +50,8 @@ def compute_grpo_loss(
             `kl_estimator` and the surrogate's hyperparameters are read, and what it lacks has its
             default.
         tis_weights: correction of the sampler's mismatch, (B, T), >= 0; None: none.
+        others: what else the surrogate's signature names, (B, T) each: `old_logprobs`, `mask`,
+            `draws`.
 
     Returns:
         pg_losses: without the clip, (B, T), float32 or better, times tis_weights.
@@ -56,10 +60,12 @@ def compute_grpo_loss(
         kl: per token, (B, T), nats, not weighted; zeros without a reference.
 
     Raises:
-        ValueError: if shapes differ, a log-prob is not finite (fill padding with 0), or a name is
-            unknown.
+        ValueError: if shapes differ, a log-prob is not finite (fill padding with 0), a name is
+            unknown, or the surrogate needs what is not given.
     """
-    policy, kl = grpo_terms(new_logprobs, ratio, advantages, ref_logprobs, config, tis_weights)
+    policy, kl = grpo_terms(
+        new_logprobs, ratio, advantages, ref_logprobs, config, tis_weights, **others
+    )
     return policy.unclipped, policy.clipped, policy.losses, kl
 
 
@@ -70,25 +76,39 @@ def grpo_terms(
     ref_logprobs: Tensor | None,
     config: Any,
     tis_weights: Tensor | None = None,
+    kept: Tensor | None = None,
+    **others: Tensor,
 ) -> GRPOTerms:
     """What `compute_grpo_loss` returns, and where the clip acts.
+
+    Args:
+        new_logprobs: as there, like all that is not listed.
+        ratio: as there.
+        advantages: as there.
+        ref_logprobs: as there.
+        config: as there.
+        tis_weights: as there. A surrogate that reads them itself is not multiplied by them.
+        kept: tokens that have a policy term, (B, T) bool, as `kept_tokens` finds them; None: all.
+        others: as there.
 
     Raises:
         ValueError: as there.
     """
     available = {"new_logprobs": new_logprobs, "ratio": ratio, "advantages": advantages}
-    optional = {"ref_logprobs": ref_logprobs, "tis_weights": tis_weights}
+    optional = {"ref_logprobs": ref_logprobs, "tis_weights": tis_weights, "kept": kept}
     given = {name: tensor for name, tensor in optional.items() if tensor is not None}
-    check_same_shape(**available, **given)
+    check_same_shape(**available, **given, **others)
     logprobs = {n: t for n, t in {**available, **given}.items() if n.endswith("_logprobs")}
     check_finite(**logprobs)
     estimator = kl_estimator(getattr(config, "kl_estimator", 2))
     surrogate = SURROGATES[getattr(config, "loss_fn", "dapo")]
-    policy: PolicyLoss = surrogate(available, config)
+    policy: PolicyLoss = surrogate({**available, **given, **others}, config)
+    if "tis_weights" not in surrogate.optional_tensors:
+        policy = policy.weighted(tis_weights)
     kl = torch.zeros_like(full_precision(new_logprobs))
     if ref_logprobs is not None:
         kl = estimator({**available, **given}, config)
-    return GRPOTerms(policy.weighted(tis_weights), kl)
+    return GRPOTerms(policy.weighted(kept), kl)
 
 
 def policy_ratio(
@@ -116,11 +136,61 @@ def aggregate(
     return share
 
 
-def advantages(config: GRPOConfig, rewards: Tensor, groups: Tensor) -> Tensor:
-    """The advantage of each completion, (N,), from rewards and groups, (N,); see `ADVANTAGES`."""
-    available = {"rewards": rewards, "groups": groups}
+def advantages(config: GRPOConfig, rewards: Tensor, groups: Tensor, **others: Tensor) -> Tensor:
+    """The advantage of each completion, (N,); see `ADVANTAGES`.
+
+    Args:
+        config: says which.
+        rewards: one per completion, (N,), reward units; NaN: unscored.
+        groups: number of the group of each completion, (N,), integers.
+        others: what else the advantage's signature names: `lengths`, `rewards_by_name` with
+            `reward_weights`, `greedy_rewards`.
+
+    Raises:
+        ValueError: if the advantage needs what is not given.
+    """
+    available = {"rewards": rewards, "groups": groups, **others}
     found: Tensor = config.variants["advantage"](available, config)
     return found
+
+
+def kept_tokens(config: GRPOConfig, **available: Tensor | None) -> Tensor | None:
+    """Which tokens have a policy term, (B, T) bool, or None for all of them; see `FILTERS`.
+
+    Args:
+        config: says how.
+        available: what there is of what a filter may read, by name, (B, T) each; None: not there.
+
+    Raises:
+        ValueError: if the filter needs what is not there.
+    """
+    given = {name: tensor for name, tensor in available.items() if tensor is not None}
+    kept: Tensor | None = config.variants["token_filter"](given, config)
+    return kept
+
+
+def token_losses(config: GRPOConfig, terms: GRPOTerms, entropy: Tensor | None = None) -> Tensor:
+    """What an aggregation sums up: the policy's loss, the KL and the entropy bonus, (B, T).
+
+        loss = policy + beta * kl - entropy_bonus * entropy
+
+    Args:
+        config: has the two weights; a KL in the reward is not in the loss.
+        terms: of each token.
+        entropy: of the policy's distribution at each token, (B, T), nats, with its gradient; None:
+            not there.
+
+    Raises:
+        ValueError: if there is an entropy bonus and no entropy.
+    """
+    losses = terms.policy.losses
+    if config.kl_in == "loss":
+        losses = losses + config.beta * terms.kl
+    if not config.entropy_bonus:
+        return losses
+    if entropy is None:
+        raise UserError(f"an entropy_bonus of {config.entropy_bonus:g} needs entropies")
+    return losses - config.entropy_bonus * full_precision(entropy)
 
 
 def correction_weights(

@@ -15,15 +15,25 @@ from lit_align.losses.advantages import ADVANTAGES
 from lit_align.losses.aggregation import AGGREGATIONS
 from lit_align.losses.config import FrozenConfig
 from lit_align.losses.correction import CORRECTIONS
+from lit_align.losses.filters import FILTERS
 from lit_align.losses.kl import kl_estimator as kl_variant
 from lit_align.losses.policy import SURROGATES
 from lit_align.losses.ratio import RATIOS
 from lit_align.losses.variants import OneOf, Range, Rule, Variant
 
-_BETA = Range(least=0)
+_WEIGHT = Range(least=0)
 _PLACES = OneOf(("loss", "reward"))
 # open-instruct's config has both bounds whatever its loss; cispo has no use for the lower one.
 _UNUSED = {"cispo": {"clip_lower"}}
+# What compares a token with all others that it is given: a rank, a quantile, a mean.
+_OF_THE_WINDOW = {
+    "loss_fn": {"clip_cov", "kl_cov"},
+    "correction": {"tis_normalised", "tis_sequence_normalised"},
+    "token_filter": {"top_entropy"},
+}
+# Corrections whose weights are a completion's, repeated, and no factors of a product over tokens.
+_OF_A_ROW = {"tis_sequence", "tis_geometric", "tis_sequence_normalised", "sequence_mask"}
+_OF_A_ROW |= {"geometric_mask"}
 
 
 class GRPOConfig(FrozenConfig):
@@ -37,9 +47,12 @@ class GRPOConfig(FrozenConfig):
         aggregation: a name of `AGGREGATIONS`.
         advantage: a name of `ADVANTAGES`.
         correction: of the sampler's mismatch, a name of `CORRECTIONS`.
+        token_filter: which tokens have a policy term, a name of `FILTERS`.
         kl_estimator: a number or name of `KL_ESTIMATORS`; 2 is "k3".
         kl_in: "loss", or "reward": then it is subtracted there before there are advantages.
         beta: weight of the KL, >= 0; usually 0 to 0.1.
+        entropy_bonus: weight of the policy's entropy in the loss, >= 0, in the advantages' unit per
+            nat; 0: none.
         hyperparameters: of the chosen functions, by their names; those left out have the
             function's own default. With "cispo", `clip_lower` may be given and does nothing.
 
@@ -53,9 +66,11 @@ class GRPOConfig(FrozenConfig):
     aggregation: str
     advantage: str
     correction: str
+    token_filter: str
     kl_estimator: int | str
     kl_in: str
     beta: float
+    entropy_bonus: float
 
     def __init__(
         self,
@@ -65,15 +80,18 @@ class GRPOConfig(FrozenConfig):
         aggregation: str = "token_mean",
         advantage: str = "group_mean_std",
         correction: str = "none",
+        token_filter: str = "none",
         kl_estimator: int | str = 2,
         kl_in: str = "loss",
         beta: float = 0.0,
+        entropy_bonus: float = 0.0,
         **hyperparameters: float | str | None,
     ) -> None:
         vars(self).update(loss_fn=loss_fn, ratio_level=ratio_level, aggregation=aggregation)
-        vars(self).update(advantage=advantage, correction=correction, kl_estimator=kl_estimator)
-        vars(self).update(kl_in=_checked("kl_in", kl_in, _PLACES))
-        vars(self).update(beta=float(_checked("beta", beta, _BETA)))
+        vars(self).update(advantage=advantage, correction=correction, token_filter=token_filter)
+        vars(self).update(kl_estimator=kl_estimator, kl_in=_checked("kl_in", kl_in, _PLACES))
+        for name, weight in {"beta": beta, "entropy_bonus": entropy_bonus}.items():
+            vars(self).update({name: float(_checked(name, weight, _WEIGHT))})
         vars(self).update(_settings(self.variants, hyperparameters))
         _refuse_clashes(self)
 
@@ -86,6 +104,7 @@ class GRPOConfig(FrozenConfig):
             "aggregation": AGGREGATIONS[self.aggregation],
             "advantage": ADVANTAGES[self.advantage],
             "correction": CORRECTIONS[self.correction],
+            "token_filter": FILTERS[self.token_filter],
             "kl_estimator": kl_variant(self.kl_estimator),
         }
 
@@ -97,12 +116,24 @@ class GRPOConfig(FrozenConfig):
     @property
     def reads_ratio(self) -> bool:
         """Whether the surrogate allows for a policy that has moved since it was sampled from."""
-        return "ratio" in self.variants["loss_fn"].tensors
+        return not {"ratio", "old_logprobs"}.isdisjoint(self.variants["loss_fn"].tensors)
 
     @property
     def reads_sampler(self) -> bool:
         """Whether the log-probs under which completions were sampled are needed."""
-        return "sampler_logprobs" in self.variants["correction"].tensors
+        return any(
+            "sampler_logprobs" in self.variants[axis].tensors
+            for axis in ("correction", "token_filter")
+        )
+
+    @property
+    def reads_window(self) -> str:
+        """What compares a token with all others of the window, as text; empty if nothing does."""
+        return ", ".join(
+            str(self.variants[axis])
+            for axis, names in _OF_THE_WINDOW.items()
+            if self.variants[axis].name in names
+        )
 
     @property
     def needs_group(self) -> bool:
@@ -158,8 +189,8 @@ def _reads_ratio(config: GRPOConfig, axis: str) -> bool:
 _CLASHES: tuple[tuple[Callable[[GRPOConfig], bool], str], ...] = (
     (
         lambda config: config.ratio_level != "token" and not _reads_ratio(config, "loss_fn"),
-        "loss_fn '{loss_fn}' has no ratio, so that ratio_level '{ratio_level}' would change "
-        "nothing: leave it at 'token', or choose a loss_fn that has one",
+        "loss_fn '{loss_fn}' reads no ratio, so that ratio_level '{ratio_level}' would change "
+        "nothing: leave it at 'token', or choose a loss_fn that reads one",
     ),
     (
         lambda config: config.ratio_level != "token" and _reads_ratio(config, "kl_estimator"),
@@ -171,6 +202,21 @@ _CLASHES: tuple[tuple[Callable[[GRPOConfig], bool], str], ...] = (
         "kl_estimator '{kl_estimator}' needs the ratio of new to old probabilities, which is 1 "
         "when rewards are given: with kl_in 'reward' choose k1",
     ),
+    (
+        lambda config: (
+            config.kl_in == "reward" and "rewards" not in config.variants["advantage"].tensors
+        ),
+        "advantage '{advantage}' reads each reward by its name, and kl_in 'reward' changes their "
+        "sum: choose kl_in 'loss', or an advantage of the sum",
+    ),
+    (
+        lambda config: (
+            "tis_weights" in config.variants["loss_fn"].optional_tensors
+            and config.correction in _OF_A_ROW
+        ),
+        "loss_fn '{loss_fn}' multiplies the weights of a completion's tokens, and correction "
+        "'{correction}' repeats a weight of the whole: choose tis or icepop",
+    ),
 )
 
 
@@ -181,7 +227,13 @@ def _refuse_clashes(config: GRPOConfig) -> None:
             raise UserError(reason.format(**vars(config)))
     # What a surrogate's own hyperparameters may not be together, it says itself.
     one = torch.ones(1, 1, device="cpu")
-    config.variants["loss_fn"]({"new_logprobs": one, "ratio": one, "advantages": one}, config)
+    config.variants["loss_fn"](
+        {
+            name: one.bool() if name == "mask" else one
+            for name in config.variants["loss_fn"].tensors
+        },
+        config,
+    )
     estimator = config.variants["kl_estimator"].name
     if config.reads_reference and config.kl_in == "loss" and estimator == "k1":
         warnings.warn(

@@ -10,12 +10,17 @@ the gradient is 0), and the ratio of new to old probabilities, per token:
 | 2      | k3       | exp(-d) - 1 + d | >= 0 | KL(policy, ref) | that of KL(ref, policy)      |
 | 3      | ratio_k1 | ratio * d       | any  | KL(policy, ref) | that of KL(policy, ref)      |
 | 4      | ratio_k3 | ratio * k3      | >= 0 | KL(policy, ref) | that of KL(policy, ref)      |
+|        | k1_plus  | d, gradient k2's| any  | KL(policy, ref) | that of KL(policy, ref)      |
+|        | k3_plus  | k3, the same    | >= 0 | KL(policy, ref) | that of KL(policy, ref)      |
+|        | absolute | absolute of d   | >= 0 | none of use     | none of use                  |
 
 The gradients differ because the tokens were drawn from the policy, and an estimate that does not
 say so, by the ratio, leaves out how the draw itself would change. In the loss, k1 therefore does
 nothing on average but add noise, and k3 pulls the other way round: it punishes what the reference
 says and the policy does not. In the reward, where the estimate's own gradient is not used, k1 is
 right. Only the two with a ratio stay what they are when the tokens are an older policy's.
+
+k1_plus and k3_plus (verl's k1+ and k3+) show one estimate and are differentiated as another.
 
 The numbers 0 to 3 are open-instruct's. Every function takes (B, T) and returns (B, T), nats,
 float32 or better.
@@ -34,7 +39,8 @@ from lit_align.losses.variants import Variant, Variants
 from lit_align.ops import check_same_shape
 
 KL_ESTIMATORS = Variants(
-    aliases={"0": "k1", "1": "k2", "2": "k3", "3": "ratio_k1", "4": "ratio_k3"},
+    aliases={"0": "k1", "1": "k2", "2": "k3", "3": "ratio_k1", "4": "ratio_k3"}
+    | {"k1+": "k1_plus", "k3+": "k3_plus", "abs": "absolute"},
     noun="kl_estimator",
 )
 
@@ -81,6 +87,29 @@ def ratio_k3(new_logprobs: Tensor, ref_logprobs: Tensor, ratio: Tensor) -> Tenso
     """k3 as an expectation under the policy, whoever sampled; differentiated through the ratio."""
     check_same_shape(new_logprobs=new_logprobs, ratio=ratio)
     return full_precision(ratio) * k3(new_logprobs, ref_logprobs)
+
+
+@KL_ESTIMATORS.register("k1_plus")
+def k1_plus(new_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """k1 in value, without bias; k2 in gradient, where k1 has none to expect."""
+    return _shown_as(k1(new_logprobs, ref_logprobs), k2(new_logprobs, ref_logprobs))
+
+
+@KL_ESTIMATORS.register("k3_plus")
+def k3_plus(new_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """k3 in value, without bias; k2 in gradient, where k3's points the other way round."""
+    return _shown_as(k3(new_logprobs, ref_logprobs), k2(new_logprobs, ref_logprobs))
+
+
+@KL_ESTIMATORS.register("absolute")
+def absolute(new_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """Of no divergence an estimate: verl offers it, and every step it takes is as long."""
+    return _log_ratio(new_logprobs, ref_logprobs).abs()
+
+
+def _shown_as(value: Tensor, differentiated: Tensor) -> Tensor:
+    """The value of one with the gradient of the other."""
+    return value.detach() + differentiated - differentiated.detach()
 
 
 def _log_ratio(new_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:

@@ -2,7 +2,9 @@
 
 Every function takes tensors of one shape, (B, T), and averages nothing: which tokens count, and for
 how much, is said by an aggregation. Half-precision input is computed in float32. Advantages are
-constants, one per token: of a completion its own, repeated.
+constants, one per token: of a completion its own, repeated. Here are the clips; in `policy_soft`
+and `policy_divergence` is what takes their place token by token, in `policy_sequence` what looks at
+whole completions, and in `policy_covariance` what looks at the whole batch.
 
 A ratio is bounded by exp(20), as those of `RATIOS` are, so that an infinite one times an advantage
 of 0 is 0. The gradient by the ratio is finite, too; what the caller's own exp makes of it, if that
@@ -21,7 +23,10 @@ from lit_align.losses.ratio import MAX_LOG_RATIO
 from lit_align.losses.variants import Range, Variants
 from lit_align.ops import check_same_shape
 
-SURROGATES = Variants(aliases={"dapo": "clip"}, noun="loss_fn")
+SURROGATES = Variants(
+    aliases={"dapo": "clip", "geo_mean": "gmpo", "gpg": "reinforce", "vanilla": "dual_clip"},
+    noun="loss_fn",
+)
 
 ClipLower = Annotated[float, Range(least=0, most=1)]
 ClipHigher = Annotated[float, Range(least=0)]
@@ -47,6 +52,20 @@ class PolicyLoss(NamedTuple):
     losses: Tensor
     clipped_low: Tensor
     clipped_high: Tensor
+
+    @classmethod
+    def of(
+        cls, losses: Tensor, *, low: Tensor | None = None, high: Tensor | None = None
+    ) -> "PolicyLoss":
+        """One loss for all three, of a surrogate without two of them; None: nothing is clipped."""
+        nowhere = torch.zeros_like(losses, dtype=torch.bool)
+        return cls(
+            unclipped=losses,
+            clipped=losses,
+            losses=losses,
+            clipped_low=nowhere if low is None else low,
+            clipped_high=nowhere if high is None else high,
+        )
 
     def weighted(self, weights: Tensor | None) -> "PolicyLoss":
         """Every loss times its token's weight, >= 0, (B, T); None: as it is.
@@ -97,7 +116,7 @@ def clip_loss(
         arXiv:2503.14476, eq. 8.
     """
     check_same_shape(ratio=ratio, advantages=advantages)
-    ratio = _bounded(ratio)
+    ratio = bounded(ratio)
     return _clipped(ratio, ratio, advantages, 1 - clip_lower, 1 + clip_higher)
 
 
@@ -175,7 +194,7 @@ def two_sided_loss(
             f"delta must be above 1 + clip_higher = {1 + clip_higher:g}, not {delta:g}: "
             "at or below it, it would take the place of the upper clip"
         )
-    ratio = _bounded(ratio)
+    ratio = bounded(ratio)
     pair = _clipped(ratio.clamp(max=delta), ratio, advantages, 1 - clip_lower, 1 + clip_higher)
     cut = (advantages < 0) & (ratio > delta)
     return pair._replace(clipped_high=pair.clipped_high | cut)
@@ -217,10 +236,10 @@ def cispo_loss(
         MiniMax-M1 2025, arXiv:2506.13585, eq. 4 and 5.
     """
     check_same_shape(new_logprobs=new_logprobs, ratio=ratio, advantages=advantages)
-    ratio = _bounded(ratio.detach())
+    ratio = bounded(ratio.detach())
     weights = ratio.clamp(weight_floor, 1 + clip_higher)
     losses = -weights * full_precision(advantages) * full_precision(new_logprobs)
-    return PolicyLoss(losses, losses, losses, ratio < weight_floor, ratio > 1 + clip_higher)
+    return PolicyLoss.of(losses, low=ratio < weight_floor, high=ratio > 1 + clip_higher)
 
 
 @SURROGATES.register("reinforce")
@@ -245,12 +264,10 @@ def reinforce_loss(new_logprobs: Tensor, advantages: Tensor) -> PolicyLoss:
         Williams 1992, doi:10.1007/BF00992696.
     """
     check_same_shape(new_logprobs=new_logprobs, advantages=advantages)
-    losses = -full_precision(advantages) * full_precision(new_logprobs)
-    nowhere = torch.zeros_like(losses, dtype=torch.bool)
-    return PolicyLoss(losses, losses, losses, nowhere, nowhere)
+    return PolicyLoss.of(-full_precision(advantages) * full_precision(new_logprobs))
 
 
-def _bounded(ratio: Tensor) -> Tensor:
+def bounded(ratio: Tensor) -> Tensor:
     """No larger than a ratio can be."""
     return full_precision(ratio).clamp(max=math.exp(MAX_LOG_RATIO))
 

@@ -1,4 +1,4 @@
-"""Losses of preference pairs.
+"""Losses of preference pairs: DPO, SimPO, WPO. The others stand beside, by what they read.
 
 Every function takes one number per response, (B,), and returns one loss per pair: nothing is
 averaged over the batch here, nor over tokens (a variant with `average_logps` receives means).
@@ -6,33 +6,26 @@ Half-precision input is computed in float32. Values and gradients are finite whe
 log-probs are.
 """
 
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from lit_align.losses.variants import OneOf, Range, Variants
+from lit_align.losses.numerics import full_precision
+from lit_align.losses.pairs import (
+    PREFERENCE_LOSSES,
+    Beta,
+    GammaBetaRatio,
+    LabelSmoothing,
+    PairLoss,
+    implicit_rewards,
+    policy_logps,
+    smoothed_logistic,
+)
+from lit_align.losses.variants import OneOf
 from lit_align.ops import check_same_shape
 
-# The aliases are the names of TRL's DPOTrainer. Defaults are ours under either name.
-PREFERENCE_LOSSES = Variants(aliases={"sigmoid": "dpo", "sigmoid_norm": "dpo_norm"})
-
-Beta = Annotated[float, Range(above=0)]
-LabelSmoothing = Annotated[float, Range(least=0, below=0.5)]
-GammaBetaRatio = Annotated[float, Range(least=0)]
 Alignment = Annotated[str | None, OneOf((None, "none", "sampled", "greedy"))]
-
-
-class PairLoss(NamedTuple):
-    """What a preference loss says of each pair, (B,) each, float32 or better.
-
-    The rewards are those inside the loss, detached.
-    """
-
-    losses: Tensor
-    chosen_rewards: Tensor
-    rejected_rewards: Tensor
 
 
 @PREFERENCE_LOSSES.register("dpo")
@@ -74,15 +67,14 @@ def dpo_loss(
         https://ericmitchell.ai/cdpo.pdf; `dpo_norm` and its beta: Lambert et al. 2024,
         arXiv:2411.15124.
     """
-    check_same_shape(
-        policy_chosen_logps=policy_chosen_logps,
-        policy_rejected_logps=policy_rejected_logps,
-        reference_chosen_logps=reference_chosen_logps,
-        reference_rejected_logps=reference_rejected_logps,
+    chosen_rewards, rejected_rewards = implicit_rewards(
+        policy_chosen_logps,
+        policy_rejected_logps,
+        reference_chosen_logps,
+        reference_rejected_logps,
+        beta,
     )
-    chosen_rewards = beta * (_full(policy_chosen_logps) - _full(reference_chosen_logps))
-    rejected_rewards = beta * (_full(policy_rejected_logps) - _full(reference_rejected_logps))
-    losses = _smoothed_logistic(chosen_rewards - rejected_rewards, label_smoothing)
+    losses = smoothed_logistic(chosen_rewards - rejected_rewards, label_smoothing)
     return PairLoss(losses, chosen_rewards.detach(), rejected_rewards.detach())
 
 
@@ -122,13 +114,10 @@ def simpo_loss(
         Meng et al. 2024, arXiv:2405.14734, eq. 6; defaults and smoothing: the authors' code,
         https://github.com/princeton-nlp/SimPO.
     """
-    check_same_shape(
-        policy_chosen_logps=policy_chosen_logps, policy_rejected_logps=policy_rejected_logps
-    )
-    chosen_rewards = beta * _full(policy_chosen_logps)
-    rejected_rewards = beta * _full(policy_rejected_logps)
+    chosen, rejected = policy_logps(policy_chosen_logps, policy_rejected_logps)
+    chosen_rewards, rejected_rewards = beta * chosen, beta * rejected
     margin = chosen_rewards - rejected_rewards - beta * gamma_beta_ratio
-    losses = _smoothed_logistic(margin, label_smoothing)
+    losses = smoothed_logistic(margin, label_smoothing)
     return PairLoss(losses, chosen_rewards.detach(), rejected_rewards.detach())
 
 
@@ -253,22 +242,11 @@ def wpo_weights(
         **given,
     )
     with torch.no_grad():
-        chosen = _full(policy_chosen_logps) - given.get("chosen_alignment_logps", 0)
-        rejected = _full(policy_rejected_logps) - given.get("rejected_alignment_logps", 0)
+        chosen = full_precision(policy_chosen_logps) - given.get("chosen_alignment_logps", 0)
+        rejected = full_precision(policy_rejected_logps) - given.get("rejected_alignment_logps", 0)
         # Means per token: summed, they would make every weight vanish with length.
         means = chosen / chosen_lengths.clamp(min=1) + rejected / rejected_lengths.clamp(min=1)
         return means.clamp(max=0).exp()
-
-
-def _full(logps: Tensor) -> Tensor:
-    """In float32 unless it is better already: bfloat16 has three digits, log-probs need six."""
-    return logps.to(torch.promote_types(logps.dtype, torch.float32))
-
-
-def _smoothed_logistic(margin: Tensor, label_smoothing: float) -> Tensor:
-    """-log sigmoid(margin), for a share of `label_smoothing` of the pairs -log sigmoid(-margin)."""
-    kept = (1 - label_smoothing) * F.logsigmoid(margin)
-    return -kept - label_smoothing * F.logsigmoid(-margin)
 
 
 def _check_given(needed_by: str, **tensors: Tensor | None) -> None:

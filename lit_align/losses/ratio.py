@@ -42,7 +42,7 @@ def token_ratio(new_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Ten
     Source:
         Schulman et al. 2017, arXiv:1707.06347, eq. 6; Shao et al. 2024, arXiv:2402.03300, eq. 3.
     """
-    return _bounded_exp(_log_ratio(new_logprobs, old_logprobs, mask))
+    return bounded_exp(log_ratios(new_logprobs, old_logprobs, mask))
 
 
 @RATIOS.register("sequence")
@@ -68,8 +68,35 @@ def sequence_ratio(new_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> 
     Source:
         Zheng et al. 2025 (GSPO), arXiv:2507.18071, eq. 7.
     """
-    log_ratio = masked_mean(_log_ratio(new_logprobs, old_logprobs, mask), mask)
-    return _bounded_exp(log_ratio).unsqueeze(-1).expand(mask.shape)
+    log_ratio = masked_mean(log_ratios(new_logprobs, old_logprobs, mask), mask)
+    return bounded_exp(log_ratio).unsqueeze(-1).expand(mask.shape)
+
+
+@RATIOS.register("sequence_product")
+def sequence_product_ratio(new_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """One ratio a completion: that of its probabilities, which is the product of its tokens'.
+
+        ratio = exp(sum over the row's mask of (new_logprobs - old_logprobs))
+
+    The completion as one action. It leaves any clipping range the sooner, the longer it is; and one
+    loss per completion in `sequence_mean` has the size that `sequence_sum` gives a sum of tokens.
+
+    Args:
+        new_logprobs: under the policy in training, (B, T), nats.
+        old_logprobs: under the policy as it was when the completions were sampled, (B, T), nats.
+        mask: trained tokens, (B, T) bool.
+
+    Returns:
+        (B, T), one value per row; 1 in a row without tokens.
+
+    Raises:
+        ValueError: if the shapes differ, or a log-prob on the mask is not finite.
+
+    Source:
+        Ahmadian et al. 2024 (RLOO), arXiv:2402.14740, section 3, as TRL's RLOO trainer clips it.
+    """
+    log_ratio = log_ratios(new_logprobs, old_logprobs, mask).sum(-1)
+    return bounded_exp(log_ratio).unsqueeze(-1).expand(mask.shape)
 
 
 @RATIOS.register("sequence_token")
@@ -95,12 +122,12 @@ def sequence_token_ratio(new_logprobs: Tensor, old_logprobs: Tensor, mask: Tenso
     Source:
         Zheng et al. 2025 (GSPO), arXiv:2507.18071, section 4.3, eq. 14.
     """
-    log_ratio = masked_mean(_log_ratio(new_logprobs, old_logprobs, mask), mask).detach()
-    zero = _log_ratio(new_logprobs, new_logprobs, mask)
-    return _bounded_exp(log_ratio.unsqueeze(-1) + zero)
+    log_ratio = masked_mean(log_ratios(new_logprobs, old_logprobs, mask), mask).detach()
+    zero = log_ratios(new_logprobs, new_logprobs, mask)
+    return bounded_exp(log_ratio.unsqueeze(-1) + zero)
 
 
-def _log_ratio(new_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+def log_ratios(new_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
     """New - old, the latter a constant; 0 outside the mask."""
     check_same_shape(new_logprobs=new_logprobs, old_logprobs=old_logprobs, mask=mask)
     if mask.dtype != torch.bool:
@@ -111,6 +138,6 @@ def _log_ratio(new_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tens
     return difference.where(mask, 0.0)
 
 
-def _bounded_exp(log_ratio: Tensor) -> Tensor:
+def bounded_exp(log_ratio: Tensor) -> Tensor:
     """The ratio of which this is the logarithm."""
     return log_ratio.clamp(max=MAX_LOG_RATIO).exp()

@@ -121,6 +121,14 @@ class Variant:
         """Whether the loss has a use for the alignment terms of WPO."""
         return any(name.endswith("_alignment_logps") for name in self.optional_tensors)
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns of the data that the loss cannot do without."""
+        made = ("policy_", "reference_")
+        return tuple(
+            n for n in self.tensors if not n.startswith(made) and not n.endswith("_lengths")
+        )
+
     def settings(self, given: Mapping[str, Any]) -> dict[str, float | str | None]:
         """Every hyperparameter with its value: the given ones checked, the others' defaults.
 
@@ -130,7 +138,8 @@ class Variant:
         """
         if unknown := given.keys() - self.hyperparameters.keys():
             raise UserError(
-                f"{self} takes {', '.join(self.hyperparameters)}, not {', '.join(sorted(unknown))}"
+                f"{self} takes {', '.join(self.hyperparameters) or 'no options'}, "
+                f"not {', '.join(sorted(unknown))}"
             )
         return {name: self._value(name, given) for name in self.hyperparameters}
 

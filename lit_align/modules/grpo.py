@@ -23,12 +23,15 @@ from lit_align.losses import (
     aggregate,
     correction_weights,
     grpo_terms,
+    kept_tokens,
     policy_ratio,
+    token_losses,
     window_counts,
 )
 from lit_align.modules.acting import ActingModule, Reward
 from lit_align.modules.first_ratio import check_first_ratio, check_sampler
 from lit_align.modules.frozen import FrozenReference
+from lit_align.modules.grpo_checks import check_data, check_loss, sampler_readers
 from lit_align.modules.inference import inference
 from lit_align.modules.metrics import Sums, gradient_norm
 from lit_align.modules.policy import Batch, Loadable
@@ -53,7 +56,8 @@ class GRPOModule(ActingModule):
         val_sampling: the same for validation; None: greedy, else as `sampling`.
         val_generations: completions of each prompt in validation.
         right_from: weighted sum of rewards from which a completion counts as right.
-        filter_groups: leave out groups whose rewards all agree, which teach nothing.
+        filter_groups: leave out groups whose rewards all agree, which teach nothing; of no effect
+            with an advantage that compares no completion with its group.
         max_refills: how often prompts are drawn in place of those that were left out.
         mask_truncated: completions that were cut for their length count in the baseline of their
             group, but not in the loss.
@@ -86,16 +90,17 @@ class GRPOModule(ActingModule):
         optimizer: Callable[..., Optimizer] | None = None,
         scheduler: Callable[..., Any] | None = None,
     ) -> None:
+        config = _config(loss)
         super().__init__(
             policy,
-            _config(loss),
+            config,
             reward=reward,
             engine=engine,
             sampling=sampling,
             val_sampling=val_sampling,
             val_generations=val_generations,
             right_from=right_from,
-            filter_groups=filter_groups,
+            filter_groups=filter_groups and config.needs_group,
             max_refills=max_refills,
             mask_truncated=mask_truncated,
             tokenizer=tokenizer,
@@ -103,12 +108,7 @@ class GRPOModule(ActingModule):
             optimizer=optimizer,
             scheduler=scheduler,
         )
-        if self.loss.correction != "none" and not self.sampling.is_full:
-            raise UserError(
-                f"correction '{self.loss.correction}' compares the probabilities that tokens were "
-                "drawn with, and top_p, top_k or min_p leave tokens out of the sampler's "
-                "distribution only: sample with top_p=1, top_k=0, min_p=0, or correction=none"
-            )
+        check_loss(self.loss, self.sampling)
         self.frozen = FrozenReference()
         self.sums = Sums("loss", *TOKEN_SUMS)
         self._steps_summed = 0
@@ -116,19 +116,7 @@ class GRPOModule(ActingModule):
     def setup(self, stage: str) -> None:
         """Refuse, before anything is loaded, data that this loss cannot learn from."""
         super().setup(stage)
-        data = getattr(self.trainer, "datamodule", None)
-        if getattr(data, "num_generations", None) == 1 and self.loss.needs_group:
-            raise UserError(
-                f"advantage '{self.loss.advantage}' compares the completions of a prompt with each "
-                "other, and data.num_generations is 1: take at least 2"
-            )
-        plan: RolloutPlan | None = getattr(data, "plan", None)
-        if plan is not None and plan.steps > 1 and not self.loss.reads_ratio:
-            raise UserError(
-                f"loss_fn '{self.loss.loss_fn}' has no ratio, so that it is right only until the "
-                f"policy moves, and a rollout serves {plan.steps} steps: set "
-                "data.steps_per_rollout and data.num_iterations to 1, or choose another loss_fn"
-            )
+        check_data(self.loss, getattr(self.trainer, "datamodule", None))
 
     def note_reference(self) -> None:
         if self.loss.reads_reference:
@@ -193,9 +181,22 @@ class GRPOModule(ActingModule):
         if in_reward:
             rewards = rewards - self.loss.beta * torch.stack([self._kl(s) for s in samples])
         groups = torch.tensor([s.group for s in samples])
-        given = advantages(self.loss, rewards, groups).tolist()
+        lengths = torch.tensor([len(s.completion_ids) for s in samples])
+        others = {"lengths": lengths, **self._rewards_by_name(samples)}
+        given = advantages(self.loss, rewards, groups, **others).tolist()
         for sample, advantage in zip(samples, given, strict=True):
             sample.advantage = advantage
+
+    def _rewards_by_name(self, samples: Sequence[Sample]) -> dict[str, Tensor]:
+        """Each reward of each sample, NaN where it does not apply, and their weights."""
+        if "rewards_by_name" not in self.loss.variants["advantage"].tensors:
+            return {}
+        weights = self.reward.weights
+        rows = [[_number(sample.rewards[name]) for name in weights] for sample in samples]
+        return {
+            "rewards_by_name": torch.tensor(rows, dtype=torch.float64),
+            "reward_weights": torch.tensor([*weights.values()], dtype=torch.float64),
+        }
 
     def _kl(self, sample: Sample) -> Tensor:
         """Estimate of the KL between policy and reference on one completion, nats."""
@@ -217,27 +218,42 @@ class GRPOModule(ActingModule):
             check_sampler(self, old, batch.get("sampler_logprobs"), mask)
         ratio = policy_ratio(self.loss, new, old, mask)
         weights = self._weights(batch, old, mask)
-        token_advantages = batch["advantages"].to(new.dtype).unsqueeze(-1).expand_as(new)
-        terms = grpo_terms(
-            new, ratio, token_advantages, batch.get("ref_logprobs"), self.loss, weights
+        gains = batch["advantages"].to(new.dtype).unsqueeze(-1).expand_as(new)
+        context = {"old_logprobs": old, "mask": mask}
+        kept = kept_tokens(
+            self.loss,
+            new_logprobs=new,
+            advantages=gains,
+            entropy=scored.entropy,
+            sampler_logprobs=self._sampler(batch, old),
+            **context,
         )
-        losses = terms.policy.losses
-        if self.loss.kl_in == "loss":
-            losses = losses + self.loss.beta * terms.kl
+        if "draws" in self.loss.variants["loss_fn"].tensors:
+            # Random numbers are those of the step, see `on_train_batch_start`.
+            context["draws"] = torch.rand(mask.shape, device="cpu").to(mask.device)
+        reference = batch.get("ref_logprobs")
+        terms = grpo_terms(new, ratio, gains, reference, self.loss, weights, kept, **context)
+        losses = token_losses(self.loss, terms)
         share = aggregate(self.loss, losses, mask, self._counts(batch, mask))
+        if kept is not None:
+            weights = kept if weights is None else weights * kept
         self.sums.update({"loss": share} | token_sums(batch, scored, terms, ratio, weights))
         return share * self._undivided(batch)
 
+    def _sampler(self, batch: Batch, old: Tensor) -> Tensor | None:
+        """What the engine says of its tokens, if it says it of all it could have drawn."""
+        if self.loss.reads_sampler and "sampler_logprobs" not in batch:
+            raise UserError(
+                f"{sampler_readers(self.loss)} needs the sampler's log-probs, and this engine "
+                "reports none: choose an engine that does, or loss.correction=none (and "
+                "loss.token_filter=none)"
+            )
+        reported = batch.get("sampler_logprobs") if self.sampling.is_full else None
+        return None if reported is None else reported.to(old.dtype)
+
     def _weights(self, batch: Batch, old: Tensor, mask: Tensor) -> Tensor | None:
         """What corrects that another engine than the policy sampled."""
-        if self.loss.correction == "none":
-            return None
-        if "sampler_logprobs" not in batch:
-            raise UserError(
-                f"correction '{self.loss.correction}' needs the sampler's log-probs, and this "
-                "engine reports none: choose an engine that does, or loss.correction=none"
-            )
-        return correction_weights(self.loss, old, batch["sampler_logprobs"].to(old.dtype), mask)
+        return correction_weights(self.loss, old, self._sampler(batch, old), mask)
 
     def _counts(self, batch: Batch, mask: Tensor) -> Mapping[str, Tensor]:
         """Counts of the window; a batch that says nothing of them is a window of its own."""
@@ -286,6 +302,11 @@ def _config(loss: GRPOConfig | Mapping[str, Any] | None) -> GRPOConfig:
             "or DPOModule (module=dpo)"
         )
     return loss if isinstance(loss, GRPOConfig) else GRPOConfig(**(loss or {}))
+
+
+def _number(reward: float | None) -> float:
+    """NaN for a reward that does not apply."""
+    return float("nan") if reward is None else reward
 
 
 def _of_completion(row: Tensor, sample: Sample) -> list[float]:

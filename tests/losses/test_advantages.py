@@ -16,13 +16,22 @@ from lit_align.losses import (
     group_mean,
     group_mean_std,
     leave_one_out,
+    leave_one_out_normalised,
 )
 
 NAN = math.nan
 REWARD = st.floats(-100, 100, allow_subnormal=False)
 SCORED = st.lists(st.tuples(REWARD, st.integers(0, 3)), min_size=1, max_size=12)
 ANY = st.lists(st.tuples(REWARD | st.just(NAN), st.integers(0, 3)), min_size=1, max_size=12)
-EVERY = pytest.mark.parametrize("name", ADVANTAGES)
+# Those that compare a completion with the mean of its group, and so sum to 0 in each.
+CENTRED = [
+    "batch_std",
+    "group_mean",
+    "group_mean_std",
+    "leave_one_out",
+    "leave_one_out_normalised",
+]
+EVERY = pytest.mark.parametrize("name", CENTRED)
 
 
 def numbers(*values):
@@ -280,6 +289,14 @@ def test_rewards_and_groups_that_do_not_fit_are_refused(name):
         ADVANTAGES[name].fn(numbers(1, 0)[None], torch.tensor([[0, 0]]))
     with pytest.raises(ValueError, match="integers"):
         ADVANTAGES[name].fn(numbers(1, 0), numbers(0, 0))
+
+
+def test_leave_one_out_normalised_by_hand():
+    # Leave-one-out of pairs: +-2 and +-1; of mean 0, squares 4 + 4 + 1 + 1 = 10 over 4 - 1.
+    rewards, groups = columns([(0, 0), (2, 0), (4, 1), (5, 1)])
+    scale = math.sqrt(10 / 3) + 0.1
+    found = leave_one_out_normalised(rewards, groups, std_eps=0.1)
+    assert_close(found, numbers(-2, 2, -1, 1) / scale)
 
 
 @pytest.mark.parametrize(

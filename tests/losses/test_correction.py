@@ -14,8 +14,12 @@ from lit_align.losses import (
     geometric_mask,
     icepop,
     mismatch,
+    sequence_mask,
     tis,
+    tis_geometric,
+    tis_normalised,
     tis_sequence,
+    tis_sequence_normalised,
 )
 
 WEIGHTS = [name for name in CORRECTIONS if name != "none"]
@@ -69,6 +73,34 @@ def test_icepop_by_hand():
     assert_close(icepop(*given_ratios(0.4, 0.6, 4, 6)), row(0, 0.6, 4, 0))
     bounded = icepop(*given_ratios(0.4, 0.6, 4, 6), icepop_lower=0.3, icepop_upper=3)
     assert_close(bounded, row(0.4, 0.6, 0, 0))
+
+
+def test_tis_geometric_by_hand():
+    # sqrt(0.5 * 3) = 1.22; the masked token's 8 does not count.
+    old, sampler, mask = given_ratios(0.5, 8, 3)
+    mask[0, 1] = False
+    mean = math.sqrt(1.5)
+    assert_close(tis_geometric(old, sampler, mask), row(mean, 1, mean))
+    assert_close(tis_geometric(old, sampler, mask, tis_cap=1.1), row(1.1, 1, 1.1))
+    assert_close(tis_geometric(sampler, old, mask, tis_floor=0.9), row(0.9, 1, 0.9))
+
+
+def test_sequence_mask_by_hand():
+    old, sampler, mask = given_ratios(0.5, 8, 3)
+    mask[0, 1] = False
+    assert_close(sequence_mask(old, sampler, mask), row(1.5, 1, 1.5))
+    assert_close(sequence_mask(old, sampler, mask, sequence_upper=1.4), row(0, 1, 0))
+    assert_close(sequence_mask(sampler, old, mask, sequence_lower=0.7), row(0, 1, 0))
+
+
+def test_normalised_weights_by_hand():
+    # Of tokens 0.5, 2 (capped) and 1.5: mean 4 / 3. Of completions 2 and 1.5: mean 1.75.
+    old = torch.cat([given_ratios(0.5, 4)[0], given_ratios(1.5, 9)[0]])
+    sampler, mask = torch.full((2, 2), -3.0).double(), torch.tensor([[1, 1], [1, 0]]).bool()
+    tokens = tis_normalised(old, sampler, mask)
+    assert_close(tokens, torch.tensor([[0.5, 2], [1.5, 4 / 3]]).double() * 0.75)
+    whole = tis_sequence_normalised(old, sampler, mask)
+    assert_close(whole, torch.tensor([[2, 2], [1.5, 1.75]]).double() / 1.75)
 
 
 def test_geometric_mask_by_hand():
@@ -130,7 +162,7 @@ def test_what_stands_outside_the_mask_does_not_matter(name, rows):
 @given(ROWS)
 def test_a_completion_has_one_weight(rows):
     old, sampler, mask = of_rows(rows)
-    for weigh in (tis_sequence, geometric_mask):
+    for weigh in (tis_sequence, tis_geometric, sequence_mask, geometric_mask):
         for weights, trained in zip(weigh(old, sampler, mask), mask, strict=True):
             assert len(set(weights[trained].tolist())) <= 1
 
@@ -245,6 +277,9 @@ def test_shapes_that_do_not_fit_are_refused(name):
         ("icepop", {"icepop_upper": 0.9}),
         ("geometric_mask", {"mask_lower": 1}),
         ("geometric_mask", {"mask_upper": 1}),
+        ("sequence_mask", {"sequence_lower": 1}),
+        ("sequence_mask", {"sequence_upper": 1}),
+        ("tis_geometric", {"tis_cap": 0.9}),
     ],
 )
 def test_bounds_must_have_1_between_them(name, wrong):

@@ -96,6 +96,7 @@ def batch_of(rows, width=5):
         "rejected_labels": labels[:, :-1],
         "chosen_alignment_logps": logps + 2,
         "rejected_alignment_logps": logps + 1,
+        "margin": torch.full((rows,), 1.5),
     }
 
 
@@ -105,12 +106,14 @@ def test_every_loss_runs_from_a_batch(name, rows):
     """One value a pair, for any batch size: 5 is also the width of the labels."""
     logps = torch.full((rows,), -8.0)
     cache = TensorCache({"chosen_logps": logps, "rejected_logps": logps})
-    chosen, rejected = logps.clone().requires_grad_(), (logps - 1).requires_grad_()
+    chosen, rejected = logps.clone().requires_grad_(), (logps - 0.75).requires_grad_()
     result = compute_loss(DPOConfig(name), batch_of(rows), chosen, rejected, cache)
     assert all(part.shape == (rows,) for part in result)
     assert not result.chosen_rewards.requires_grad
     assert not result.rejected_rewards.requires_grad
-    gradients = torch.autograd.grad(result.losses.sum(), (chosen, rejected))
+    # The likelihood of the preferred response is all there is to sft.
+    leaves = [chosen] if name == "sft" else [chosen, rejected]
+    gradients = torch.autograd.grad(result.losses.sum(), leaves)
     assert all(g.isfinite().all() and (g != 0).all() for g in gradients)
     # Rows are alike, so each says what a row alone would.
     alone = compute_loss(DPOConfig(name), batch_of(1), chosen[:1], rejected[:1], cache)
@@ -164,7 +167,7 @@ def test_an_average_is_taken_as_it_comes():
     assert_close(short.losses, long.losses)
 
 
-@pytest.mark.parametrize("name", ["dpo", "dpo_norm", "wpo"])
+@pytest.mark.parametrize("name", [n for n, v in PREFERENCE_LOSSES.items() if v.reads_reference])
 def test_without_a_reference_the_error_says_where_to_get_one(name):
     with pytest.raises(UserError, match=rf"'{name}'.*ReferenceCache"):
         compute_loss(DPOConfig(name), batch_of(1), torch.zeros(1), torch.zeros(1))
@@ -184,6 +187,30 @@ def test_without_labels_wpo_says_that_it_needs_lengths():
         )
 
 
+def test_a_column_that_the_loss_reads_comes_from_the_batch():
+    policy, flat = torch.tensor([-8.0, -7.0]), torch.tensor([-9.0, -9.0])
+    cache = TensorCache({"chosen_logps": flat, "rejected_logps": flat})
+    batch = {"index": torch.tensor([0, 1]), "margin": torch.tensor([1, 5])}
+    result = compute_loss(DPOConfig("odpo", beta=0.5), batch, policy, policy - 1, cache)
+    # Margins 0.5 * 1 less log 1 and log 5.
+    assert_close(result.losses, torch.tensor([softplus(-0.5), softplus(math.log(5) - 0.5)]))
+
+
+def test_without_the_column_the_error_says_what_to_add_to_the_data():
+    cache = TensorCache({"chosen_logps": torch.zeros(1), "rejected_logps": torch.zeros(1)})
+    with pytest.raises(UserError, match=r"'odpo' reads margin of each pair.*add such a column"):
+        compute_loss(DPOConfig("odpo"), {"index": torch.tensor([0])}, *torch.zeros(2, 1), cache)
+
+
+def test_a_shift_of_rewards_that_the_batch_has_is_read():
+    policy, flat = torch.tensor([-8.0]), torch.tensor([-9.0])
+    cache = TensorCache({"chosen_logps": flat, "rejected_logps": flat})
+    batch = {"index": torch.tensor([0]), "delta": torch.tensor(0.25)}
+    result = compute_loss(DPOConfig("bco_pair", beta=0.5), batch, policy, policy - 1, cache)
+    # Rewards 0.5 and 0, less 0.25 each.
+    assert_close(result.losses, torch.tensor([2 * softplus(-0.25)]))
+
+
 def test_alignment_asked_for_by_name_must_be_in_the_batch():
     batch = {k: v for k, v in batch_of(1).items() if "alignment" not in k}
     cache = TensorCache({"chosen_logps": torch.zeros(1), "rejected_logps": torch.zeros(1)})
@@ -195,7 +222,7 @@ def test_alignment_asked_for_by_name_must_be_in_the_batch():
 
 @pytest.mark.parametrize("name", ["IPO2", "", "DPO", None])
 def test_an_unknown_loss_is_refused_with_the_known_ones(name):
-    known = "dpo, dpo_norm, simpo, wpo"
+    known = "dpo, .*dpo_norm, .*simpo, .*wpo"
     with pytest.raises(ValueError, match=known):
         compute_loss(SimpleNamespace(loss_type=name), {}, torch.zeros(1), torch.zeros(1))
     with pytest.raises(UserError, match=known):
@@ -233,25 +260,33 @@ def test_the_seed_s_names_are_the_losses():
         ("dpo_norm", {"beta": 5.0, "label_smoothing": 0.0}),
         ("simpo", {"beta": 2.0, "gamma_beta_ratio": 0.5, "label_smoothing": 0.0}),
         ("wpo", {"beta": 0.01, "label_smoothing": 0.0, "alignment": None}),
+        ("robust", {"beta": 0.1, "label_smoothing": 0.1}),
+        ("exo_pair", {"beta": 0.1, "label_smoothing": 1e-3}),
+        ("ipo", {"beta": 0.1}),
+        ("dpop", {"beta": 0.3, "dpop_lambda": 50.0}),
+        ("slic_hf", {"delta": 1.0}),
+        ("simper", {}),
     ],
 )
 def test_each_loss_has_its_own_defaults(name, values):
     assert DPOConfig(name).as_dict() == {"loss_type": name, **values}
 
 
-@pytest.mark.parametrize("name", ["dpo_norm", "simpo"])
-def test_some_losses_read_means(name):
-    assert DPOConfig(name).variant.average_logps
-    assert not DPOConfig("dpo").variant.average_logps
-    assert not DPOConfig("wpo").variant.average_logps
+def test_some_losses_read_means():
+    assert {name for name, variant in PREFERENCE_LOSSES.items() if variant.average_logps} == {
+        *("dpo_norm", "ipo"),
+        *("alphapo", "orpo", "sft", "simper", "simpo", "simpo_hinge"),
+    }
 
 
 def test_what_a_loss_reads_follows_from_its_signature():
-    assert [n for n in PREFERENCE_LOSSES if PREFERENCE_LOSSES[n].reads_reference] == [
-        *("dpo_norm", "dpo", "wpo")
-    ]
-    assert [n for n in PREFERENCE_LOSSES if PREFERENCE_LOSSES[n].reads_alignment] == ["wpo"]
-    assert [n for n in PREFERENCE_LOSSES if PREFERENCE_LOSSES[n].reads_lengths] == ["wpo"]
+    assert {n for n in PREFERENCE_LOSSES if not PREFERENCE_LOSSES[n].reads_reference} == {
+        *("alphapo", "cpo", "orpo", "sft", "simper", "simpo", "simpo_hinge", "slic_hf")
+    }
+    assert {n for n in PREFERENCE_LOSSES if PREFERENCE_LOSSES[n].reads_alignment} == {"wpo"}
+    assert {n for n in PREFERENCE_LOSSES if PREFERENCE_LOSSES[n].reads_lengths} == {"wpo", "r_dpo"}
+    columns = {n: v.columns for n, v in PREFERENCE_LOSSES.items() if v.columns}
+    assert columns == {"odpo": ("margin",)}
 
 
 @pytest.mark.parametrize(
@@ -269,6 +304,15 @@ def test_what_a_loss_reads_follows_from_its_signature():
         ("wpo", "label_smoothing", -0.01, "not below 0"),
         ("wpo", "alignment", "greedily", "None, none, sampled, greedy"),
         ("wpo", "alignment", 1, "None, none, sampled, greedy"),
+        ("robust", "label_smoothing", 0.5, "below 0.5"),
+        ("exo_pair", "label_smoothing", 0, "above 0"),
+        ("discopop", "discopop_tau", 1.5, "not above 1"),
+        ("dpo_alpha", "alpha", 1.1, "not above 1"),
+        ("alphapo", "alpha", math.inf, "a finite number"),
+        ("chi_po", "r_max", 0, "above 0"),
+        ("dpop", "dpop_lambda", -1, "not below 0"),
+        ("r_dpo", "alpha", -0.1, "not below 0"),
+        ("slic_hf", "delta", 0, "above 0"),
     ],
 )
 def test_a_value_the_loss_cannot_honour_is_refused_when_the_config_is_made(
@@ -280,10 +324,21 @@ def test_a_value_the_loss_cannot_honour_is_refused_when_the_config_is_made(
 
 @pytest.mark.parametrize(
     ("loss", "option"),
-    [("dpo", "gamma_beta_ratio"), ("simpo", "reference_free"), ("dpo", "alignment")],
+    [
+        ("dpo", "gamma_beta_ratio"),
+        ("simpo", "reference_free"),
+        ("dpo", "alignment"),
+        ("ipo", "label_smoothing"),
+        ("hinge", "label_smoothing"),
+        ("apo_zero", "label_smoothing"),
+        ("slic_hf", "beta"),
+        ("simper", "beta"),
+        ("sft", "label_smoothing"),
+    ],
 )
 def test_an_option_the_loss_does_not_take_is_refused_not_ignored(loss, option):
-    with pytest.raises(UserError, match=rf"loss '{loss}' takes beta, .*not {option}"):
+    taken = ", ".join(PREFERENCE_LOSSES[loss].hyperparameters) or "no options"
+    with pytest.raises(UserError, match=rf"loss '{loss}' takes {taken}, not {option}"):
         DPOConfig(loss, **{option: 0.1})
 
 
@@ -302,7 +357,8 @@ def test_a_config_shows_compares_and_keeps_its_values():
 
 @pytest.mark.parametrize("name", PREFERENCE_LOSSES)
 def test_a_config_survives_copying_and_pickling(name):
-    config = DPOConfig(name, beta=0.7)
+    options = {"beta": 0.7} if "beta" in PREFERENCE_LOSSES[name].hyperparameters else {}
+    config = DPOConfig(name, **options)
     for twin in (copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
         assert twin == config
         assert twin.variant is PREFERENCE_LOSSES[name]

@@ -2,24 +2,60 @@
 
 import pytest
 import torch
+from losses.pair_formulas import FORMULAS
 from torch.testing import assert_close
 
 from lit_align.losses import PREFERENCE_LOSSES, dpo_loss, wpo_loss, wpo_weights
+
+SMOOTHINGS = [0.01, 0.3]
 
 
 def arguments(name, rows, dtype, scale=1.0):
     """Tensors for every tensor the loss reads, `rows` pairs."""
     variant = PREFERENCE_LOSSES[name]
     generator = torch.Generator().manual_seed(rows)
-    return {
-        tensor: torch.full((rows,), 5)
-        if tensor.endswith("_lengths")
-        else -scale * torch.rand(rows, generator=generator, dtype=torch.float64).to(dtype)
-        for tensor in (*variant.tensors, *variant.optional_tensors)
-    }
+
+    def tensor(name):
+        if name.endswith("_lengths"):
+            return torch.arange(rows) + (5 if name.startswith("chosen") else 2)
+        if name == "delta":
+            return torch.tensor(0.25, dtype=dtype)
+        logps = -scale * torch.rand(rows, generator=generator, dtype=torch.float64).to(dtype)
+        return -logps if name == "margin" else logps
+
+    return {name: tensor(name) for name in (*variant.tensors, *variant.optional_tensors)}
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+def options(name, **wanted):
+    """Of these hyperparameters those that the loss has."""
+    return {key: wanted[key] for key in wanted if key in PREFERENCE_LOSSES[name].hyperparameters}
+
+
+def test_the_formulas_of_the_papers_are_all_there():
+    assert sorted(FORMULAS) == sorted(PREFERENCE_LOSSES)
+
+
+@pytest.mark.parametrize("rows", [2, 16])
+@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+def test_a_loss_and_its_gradient_are_those_of_the_paper_s_formula(name, rows):
+    """At its defaults, which the formula has written out."""
+    tensors = arguments(name, rows, torch.float64, scale=4.0)
+    leaves = [tensors[f"policy_{side}_logps"].requires_grad_() for side in ("chosen", "rejected")]
+    variant = PREFERENCE_LOSSES[name]
+    losses = variant.fn(**tensors, **variant.settings({})).losses
+    expected = FORMULAS[name](**tensors)
+    assert_close(losses, expected, rtol=1e-9, atol=1e-12)
+    assert (losses != 0).any()
+    for ours, theirs in zip(gradients(losses, leaves), gradients(expected, leaves), strict=True):
+        assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+def gradients(losses, leaves):
+    """By each of the leaves; 0 by one that the losses do not depend on."""
+    return torch.autograd.grad(losses.sum(), leaves, materialize_grads=True)
+
+
+@pytest.mark.parametrize("smoothing", SMOOTHINGS)
 @pytest.mark.parametrize("name", [name for name in PREFERENCE_LOSSES if name != "wpo"])
 def test_gradients_are_those_of_the_value(name, smoothing):
     tensors = arguments(name, 3, torch.float64, scale=4.0)
@@ -27,7 +63,8 @@ def test_gradients_are_those_of_the_value(name, smoothing):
     def losses(policy_chosen_logps, policy_rejected_logps):
         policy = (policy_chosen_logps, policy_rejected_logps)
         others = list(tensors.values())[2:]
-        return PREFERENCE_LOSSES[name].fn(*policy, *others, label_smoothing=smoothing).losses
+        given = options(name, label_smoothing=smoothing)
+        return PREFERENCE_LOSSES[name].fn(*policy, *others, **given).losses
 
     leaves = [tensors[f"policy_{side}_logps"].requires_grad_() for side in ("chosen", "rejected")]
     assert torch.autograd.gradcheck(losses, leaves)
@@ -65,15 +102,51 @@ def test_half_precision_is_computed_in_float32(name, dtype):
 
 
 @pytest.mark.parametrize("margin", [1e4, -1e4, 100.0, -100.0])
-@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+@pytest.mark.parametrize("side", ["policy_chosen_logps", "policy_rejected_logps"])
+@pytest.mark.parametrize("smoothing", SMOOTHINGS)
 @pytest.mark.parametrize("name", PREFERENCE_LOSSES)
-def test_values_and_gradients_are_finite_at_large_margins(name, smoothing, margin):
+def test_values_and_gradients_are_finite_at_large_margins(name, smoothing, side, margin):
     tensors = arguments(name, 2, torch.float32)
-    tensors["policy_chosen_logps"] += margin
+    tensors[side] += margin
     leaves = [tensors[f"policy_{side}_logps"].requires_grad_() for side in ("chosen", "rejected")]
-    result = PREFERENCE_LOSSES[name].fn(**tensors, beta=1.0, label_smoothing=smoothing)
-    gradients = torch.autograd.grad(result.losses.sum(), leaves)
-    assert all(part.isfinite().all() for part in (*result, *gradients))
+    given = options(name, beta=1.0, alpha=1.0, label_smoothing=smoothing)
+    result = PREFERENCE_LOSSES[name].fn(**tensors, **given)
+    assert all(part.isfinite().all() for part in (*result, *gradients(result.losses, leaves)))
+
+
+@pytest.mark.parametrize("length", [0, 1])
+@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+def test_empty_responses_and_certain_tokens_have_a_loss(name, length):
+    """Log-prob 0: of a response without tokens, or of one token with probability 1."""
+    tensors = arguments(name, 2, torch.float32)
+    for key in tensors:
+        if key.endswith("_logps"):
+            tensors[key] = torch.zeros(2)
+        if key.endswith("_lengths"):
+            tensors[key] = torch.full((2,), length)
+    leaves = [tensors[f"policy_{side}_logps"].requires_grad_() for side in ("chosen", "rejected")]
+    result = PREFERENCE_LOSSES[name].fn(**tensors)
+    assert all(part.isfinite().all() for part in (*result, *gradients(result.losses, leaves)))
+
+
+@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+def test_no_loss_broadcasts(name):
+    tensors = arguments(name, 3, torch.float32)
+    for key in tensors:
+        wrong = torch.zeros(2) if key == "delta" else tensors[key][:1]
+        with pytest.raises(ValueError, match=rf"one shape: .*{key} \({len(wrong)},\)"):
+            PREFERENCE_LOSSES[name].fn(**{**tensors, key: wrong})
+
+
+@pytest.mark.parametrize("name", [n for n, v in PREFERENCE_LOSSES.items() if v.reads_reference])
+def test_a_policy_that_is_its_reference_has_no_rewards(name):
+    """What is checked before the first step: a constant in a reward would look like a fault."""
+    tensors = arguments(name, 4, torch.float64, scale=9.0)
+    for side in ("chosen", "rejected"):
+        tensors[f"reference_{side}_logps"] = tensors[f"policy_{side}_logps"]
+    result = PREFERENCE_LOSSES[name].fn(**tensors)
+    assert_close(result.chosen_rewards, torch.zeros(4, dtype=torch.float64))
+    assert_close(result.rejected_rewards, torch.zeros(4, dtype=torch.float64))
 
 
 def test_a_large_negative_margin_costs_itself():

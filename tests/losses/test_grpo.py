@@ -18,6 +18,7 @@ from lit_align.losses import (
     ADVANTAGES,
     AGGREGATIONS,
     CORRECTIONS,
+    FILTERS,
     KL_ESTIMATORS,
     RATIOS,
     SURROGATES,
@@ -28,8 +29,10 @@ from lit_align.losses import (
     correction_weights,
     group_mean,
     grpo_terms,
+    kept_tokens,
     policy_ratio,
     tis,
+    token_losses,
     window_counts,
 )
 from lit_align.losses.grpo import advantages
@@ -204,14 +207,14 @@ def test_a_log_prob_that_is_not_finite_is_named(name, value):
 
 def test_unknown_names_are_refused_with_the_known_ones():
     tensors = (row(-1.0), row(1.0), row(1.0), None)
-    known = r"cispo, clip, dual_clip, reinforce, two_sided, dapo \(= clip\)"
+    known = r"cispo, clip, clip_cov, dppo_kl, dppo_tv, dro, dual_clip, gmpo, .*, dapo \(= clip\)"
     for name in ("ppo", "", "DAPO", None):
         with pytest.raises(ValueError, match=rf"unknown loss_fn '{name}'; known: {known}"):
             compute_grpo_loss(*tensors, SimpleNamespace(loss_fn=name))
         with pytest.raises(UserError, match=known):
             GRPOConfig(name)
     # Even where there is no reference.
-    with pytest.raises(ValueError, match="unknown kl_estimator '7'; known: k1, k2"):
+    with pytest.raises(ValueError, match="unknown kl_estimator '7'; known: absolute, k1"):
         compute_grpo_loss(*tensors, SimpleNamespace(kl_estimator=7))
 
 
@@ -225,9 +228,11 @@ def test_the_defaults_are_dapo_s():
         "aggregation": "token_mean",
         "advantage": "group_mean_std",
         "correction": "none",
+        "token_filter": "none",
         "kl_estimator": "k3",
         "kl_in": "loss",
         "beta": 0.0,
+        "entropy_bonus": 0.0,
         "clip_lower": 0.2,
         "clip_higher": 0.28,
         "ddof": 1.0,
@@ -324,11 +329,15 @@ def test_only_cispo_may_be_given_a_lower_bound_that_it_does_not_use():
         ({"kl_in": "rewards"}, "kl_in must be one of loss, reward, not 'rewards'"),
         ({"kl_in": None}, "kl_in must be one of loss, reward"),
         ({"kl_estimator": True}, "unknown kl_estimator 'True'"),
-        ({"ratio_level": "row"}, "unknown ratio_level 'row'; known: sequence, sequence_token, tok"),
+        ({"ratio_level": "row"}, "unknown ratio_level 'row'; known: sequence, sequence_product, s"),
         ({"aggregation": "mean"}, "unknown aggregation 'mean'; known: constant_length, prompt_m"),
-        ({"advantage": "gae"}, "unknown advantage 'gae'; known: batch_std, group_mean, group_me"),
+        ({"advantage": "gae"}, "unknown advantage 'gae'; known: batch_std, best_of_group, best_"),
         ({"correction": "mis"}, "unknown correction 'mis'; known: geometric_mask, icepop, none"),
         ({"aggregation": "constant_length"}, "needs max_completion_length, .* no default"),
+        ({"entropy_bonus": -0.1}, "entropy_bonus must be .* not below 0"),
+        ({"token_filter": "entropy"}, "unknown token_filter 'entropy'; known: k2_bound, k3_bound"),
+        ({"token_filter": "total_variation"}, "needs tv_upper, .* no default"),
+        ({"token_filter": "k3_bound", "bound_over": "row"}, "bound_over must be one of token, seq"),
     ],
 )
 def test_a_value_that_cannot_be_honoured_is_refused_when_the_config_is_made(options, said):
@@ -340,7 +349,10 @@ def test_a_value_that_cannot_be_honoured_is_refused_when_the_config_is_made(opti
     ("options", "reason"),
     [
         ({"loss_fn": "two_sided", "delta": 1.2}, r"delta must be above 1 \+ clip_higher = 1.28"),
-        ({"loss_fn": "reinforce", "ratio_level": "sequence"}, "'reinforce' has no ratio"),
+        ({"loss_fn": "reinforce", "ratio_level": "sequence"}, "'reinforce' reads no ratio"),
+        ({"loss_fn": "gmpo", "ratio_level": "sequence"}, "'gmpo' reads no ratio"),
+        ({"advantage": "gdpo", "kl_in": "reward", "kl_estimator": 0}, "each reward by its name"),
+        ({"loss_fn": "vespo", "correction": "tis_sequence"}, "choose tis or icepop"),
         ({"ratio_level": "sequence", "kl_estimator": 3}, "each token by its own ratio.*choose k2"),
         ({"ratio_level": "sequence_token", "kl_estimator": 4}, "each token by its own ratio"),
         ({"kl_in": "reward", "kl_estimator": 3, "beta": 0.1}, "which is 1 when rewards are given"),
@@ -367,13 +379,21 @@ def test_what_a_config_needs_follows_from_its_choices():
     assert not GRPOConfig().reads_reference
     assert GRPOConfig(beta=0.1).reads_reference
     assert GRPOConfig(beta=0.1, kl_in="reward").reads_reference
-    assert all(GRPOConfig(advantage=name).needs_group for name in ADVANTAGES)
+    alone = [name for name in ADVANTAGES if not GRPOConfig(advantage=name).needs_group]
+    assert sorted(alone) == ["reinforce_pp", "remax"]
+    assert GRPOConfig("gmpo").reads_ratio
+    assert not GRPOConfig("reinforce").reads_ratio
+    assert GRPOConfig(token_filter="ratio_bounds").reads_sampler
+    assert not GRPOConfig(token_filter="off_policy_sequence").reads_sampler
+    assert not GRPOConfig().reads_window
+    several = GRPOConfig("kl_cov", correction="tis_normalised", token_filter="top_entropy")
+    assert several.reads_window.count("'") == 6
     assert [n for n in CORRECTIONS if not GRPOConfig(correction=n).reads_sampler] == ["none"]
 
 
 def test_a_hyperparameter_s_name_belongs_to_one_axis():
     """Otherwise one value would be read by two functions that mean different things by it."""
-    tables = (SURROGATES, RATIOS, AGGREGATIONS, ADVANTAGES, CORRECTIONS, KL_ESTIMATORS)
+    tables = (SURROGATES, RATIOS, AGGREGATIONS, ADVANTAGES, CORRECTIONS, FILTERS, KL_ESTIMATORS)
     names = Counter(
         name
         for table in tables
@@ -411,6 +431,59 @@ def test_without_a_correction_nobody_needs_the_sampler():
     assert correction_weights(GRPOConfig(), row(-1.0), None, mask) is None
     with pytest.raises(ValueError, match="correction 'tis' needs sampler_logprobs"):
         correction_weights(GRPOConfig(correction="tis"), row(-1.0), None, mask)
+
+
+def test_a_filter_is_a_mask_on_the_policy_s_part_alone():
+    config = GRPOConfig("clip", beta=1.0, token_filter="top_entropy", entropy_share=0.5)
+    mask, entropy = torch.tensor([[True, True, True]]), row(0.1, 0.9, 0.5)
+    kept = kept_tokens(config, entropy=entropy, mask=mask, sampler_logprobs=None)
+    assert kept.tolist() == [[False, True, True]]
+    arguments = (row(-1.0, -1.0, -1.0), row(1.0, 1.0, 9.0), row(1.0, 1.0, 1.0), row(-2.0, -2.0, -2))
+    policy, kl = grpo_terms(*arguments, config, None, kept)
+    assert_close(policy.losses, row(0.0, -1.0, -1.28))
+    assert policy.clipped_high.tolist() == [[False, False, True]]
+    assert (kl > 0).all()
+    assert kept_tokens(GRPOConfig()) is None
+    with pytest.raises(ValueError, match="token_filter 'top_entropy' needs entropy"):
+        kept_tokens(config, mask=mask, entropy=None)
+
+
+def test_an_entropy_bonus_is_a_term_of_each_token():
+    entropy = row(0.5, 2.0).requires_grad_()
+    terms = grpo_terms(row(-1.0, -1.0), row(1.0, 1.0), row(1.0, -1.0), None, GRPOConfig())
+    losses = token_losses(GRPOConfig(entropy_bonus=0.1), terms, entropy)
+    # -1 - 0.05 and 1 - 0.2.
+    assert_close(losses, row(-1.05, 0.8))
+    assert_close(torch.autograd.grad(losses.sum(), entropy)[0], row(-0.1, -0.1))
+    assert_close(token_losses(GRPOConfig(), terms), row(-1.0, 1.0))
+    with pytest.raises(UserError, match=r"entropy_bonus of 0\.1 needs entropies"):
+        token_losses(GRPOConfig(entropy_bonus=0.1), terms)
+
+
+def test_a_kl_in_the_reward_is_not_in_the_loss():
+    arguments = (row(-1.0), row(1.0), row(1.0), row(-2.0))
+    for kl_in, loss in (("loss", -1 + math.exp(-1)), ("reward", -1.0)):
+        config = GRPOConfig(beta=1.0, kl_in=kl_in)
+        assert_close(token_losses(config, grpo_terms(*arguments, config)), row(loss))
+
+
+def test_what_a_surrogate_reads_besides_is_asked_for_by_name():
+    arguments = (row(-1.0), row(1.0), row(1.0), None, GRPOConfig("gmpo"))
+    with pytest.raises(ValueError, match="loss_fn 'gmpo' needs old_logprobs, mask"):
+        compute_grpo_loss(*arguments)
+    others = {"old_logprobs": row(-1.2), "mask": torch.tensor([[True]])}
+    assert_close(compute_grpo_loss(*arguments, **others)[2], row(-math.exp(0.2)))
+
+
+def test_vespo_takes_the_weights_into_its_own_and_is_not_multiplied_by_them():
+    new, old, mask = row(-1.0, -2.0), row(-1.1, -2.0), torch.tensor([[True, True]])
+    weights = row(0.5, 1.5)
+    others = {"old_logprobs": old, "mask": mask}
+    config = GRPOConfig("vespo", correction="tis")
+    found, _ = grpo_terms(new, row(1.0, 1.0), row(1.0, 1.0), None, config, weights, **others)
+    weight = math.exp(0.1) * 0.5 * 1.5
+    phi = weight**2 * math.exp(3 * (1 - weight))
+    assert_close(found.losses, -phi * new)
 
 
 def test_making_a_config_warns_of_nothing_else():

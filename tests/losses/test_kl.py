@@ -11,7 +11,8 @@ from torch.testing import assert_close
 from lit_align.errors import UserError
 from lit_align.losses import KL_ESTIMATORS, kl_estimator
 
-NAMES = ["k1", "k2", "k3", "ratio_k1", "ratio_k3"]
+NUMBERED = ["k1", "k2", "k3", "ratio_k1", "ratio_k3"]
+NAMES = [*NUMBERED, "k1_plus", "k3_plus", "absolute"]
 
 
 def of(values):
@@ -32,20 +33,23 @@ def estimate(name, new, ref, ratio):
         ("k3", math.exp(-0.5) - 1 + 0.5),
         ("ratio_k1", 1.0),
         ("ratio_k3", 2 * (math.exp(-0.5) - 0.5)),
+        ("k1_plus", 0.5),
+        ("k3_plus", math.exp(-0.5) - 1 + 0.5),
+        ("absolute", 0.5),
     ],
 )
 def test_by_hand(name, value):
     assert_close(estimate(name, of([-1.0]), of([-1.5]), of([2.0])), of([value]))
 
 
-@pytest.mark.parametrize(("number", "name"), list(enumerate(NAMES)))
+@pytest.mark.parametrize(("number", "name"), list(enumerate(NUMBERED)))
 def test_each_has_the_number_it_has_elsewhere(number, name):
     assert kl_estimator(number) is kl_estimator(str(number)) is KL_ESTIMATORS[name]
 
 
 @pytest.mark.parametrize("unknown", [5, -1, True, "k4", None, 2.0])
 def test_an_unknown_estimator_is_refused_with_the_known_ones(unknown):
-    with pytest.raises(UserError, match=r"unknown kl_estimator .* k1, k2, k3, .* 0 \(= k1\)"):
+    with pytest.raises(UserError, match=r"unknown kl_estimator .* k2, k3, .* 0 \(= k1\)"):
         kl_estimator(unknown)
 
 
@@ -78,7 +82,7 @@ FORWARD = gradient_of(lambda policy: kl(policy, REFERENCE))
 BACKWARD = gradient_of(lambda policy: kl(REFERENCE, policy))
 
 
-@pytest.mark.parametrize("name", ["k1", "k3", "ratio_k1", "ratio_k3"])
+@pytest.mark.parametrize("name", ["k1", "k3", "ratio_k1", "ratio_k3", "k1_plus", "k3_plus"])
 def test_all_but_k2_are_unbiased_on_policy(name):
     assert_close(expected(name, None)[0], kl(LOGITS.log_softmax(0), REFERENCE))
 
@@ -91,6 +95,8 @@ def test_all_but_k2_are_unbiased_on_policy(name):
         ("k3", BACKWARD),
         ("ratio_k1", FORWARD),
         ("ratio_k3", FORWARD),
+        ("k1_plus", FORWARD),
+        ("k3_plus", FORWARD),
     ],
 )
 def test_the_table_of_expected_gradients(name, gradient):
@@ -108,6 +114,12 @@ def test_with_a_ratio_an_older_policy_s_tokens_will_do(name):
 @pytest.mark.parametrize("name", ["k1", "k2", "k3"])
 def test_without_one_they_will_not(name):
     assert not torch.allclose(expected(name, OLD)[1], FORWARD)
+
+
+def test_verl_s_names_are_understood():
+    assert kl_estimator("k3+") is KL_ESTIMATORS["k3_plus"]
+    assert kl_estimator("k1+") is KL_ESTIMATORS["k1_plus"]
+    assert kl_estimator("abs") is KL_ESTIMATORS["absolute"]
 
 
 @given(st.floats(-30, 0), st.floats(-30, 0))

@@ -19,6 +19,8 @@ from lit_align.losses.policy import (
 )
 
 CLIPPED = [clip_loss, dual_clip_loss, two_sided_loss]
+# What some surrogates read besides.
+REST = {"mask": torch.ones(1, 1).bool(), "draws": torch.zeros(1, 1)}
 RATIOS = st.floats(0, 10)
 ADVANTAGES = st.floats(-5, 5).filter(lambda advantage: abs(advantage) > 0.01)
 
@@ -130,6 +132,8 @@ def test_edges_of_the_ratio_give_finite_numbers(name, ratio, advantage):
         "new_logprobs": torch.tensor([[-1e4]], requires_grad=True),
         "ratio": torch.tensor([[ratio]], requires_grad=True),
         "advantages": torch.tensor([[advantage]]),
+        "old_logprobs": torch.tensor([[-1e4]]),
+        **REST,
     }
     loss = SURROGATES[name](tensors, None)
     assert all(part.isfinite().all() for part in loss)
@@ -157,15 +161,19 @@ def test_half_precision_is_computed_in_float32(name):
         "new_logprobs": row(-2.125).bfloat16(),
         "ratio": row(1.0078125).bfloat16(),
         "advantages": row(0.3).bfloat16(),
+        "old_logprobs": row(-2.5).bfloat16(),
     }
-    found = SURROGATES[name](given_as, None).losses
-    right = SURROGATES[name]({n: t.double() for n, t in given_as.items()}, None).losses
+    found = SURROGATES[name]({**given_as, **REST}, None).losses
+    doubles = {n: t.double() for n, t in given_as.items()}
+    right = SURROGATES[name]({**doubles, **REST}, None).losses
     assert_close(found, right.float())
 
 
 @pytest.mark.parametrize("name", SURROGATES)
 def test_surrogates_refuse_to_broadcast(name):
-    tensors = {name: torch.ones(2, 3) for name in ("new_logprobs", "ratio")}
+    tensors = {name: torch.ones(2, 3) for name in SURROGATES[name].tensors}
+    if "mask" in tensors:
+        tensors["mask"] = tensors["mask"].bool()
     with pytest.raises(ValueError, match=r"advantages \(2, 1\)"):
         SURROGATES[name]({**tensors, "advantages": torch.ones(2, 1)}, None)
 

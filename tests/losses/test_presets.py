@@ -5,6 +5,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from golden_adapters_policy import POLICY_LEFT_OUT, result
+from golden_cases import differences, load
 from hydra import compose, initialize_config_dir
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
@@ -16,11 +18,32 @@ CONF = Path(__file__).parents[2] / "conf"
 # Surrogate, ratio level, aggregation, advantage, where the KL goes and how much of it.
 PRESETS = {
     "cispo": ("cispo", "token", "token_mean", "group_mean_std", "loss", 0.0),
+    "clip_cov": ("clip_cov", "token", "token_mean", "group_mean_std", "loss", 0.0),
     "dapo": ("clip", "token", "token_mean", "group_mean_std", "loss", 0.0),
+    "dppo": ("dppo_tv", "token", "token_mean", "group_mean", "loss", 0.0),
     "dr_grpo": ("clip", "token", "constant_length", "group_mean", "loss", 0.0),
+    "gdpo": ("clip", "token", "sequence_mean", "gdpo", "loss", 0.0),
+    "gmpo": ("gmpo", "token", "sequence_mean", "group_mean_std", "loss", 0.0),
+    "gpg": ("reinforce", "token", "token_mean", "gpg", "loss", 0.0),
     "grpo": ("clip", "token", "sequence_mean", "group_mean_std", "loss", 0.04),
     "gspo": ("clip", "sequence", "sequence_mean", "group_mean_std", "loss", 0.0),
+    "gspo_token": ("clip", "sequence_token", "sequence_mean", "group_mean_std", "loss", 0.0),
+    "kl_cov": ("kl_cov", "token", "token_mean", "group_mean_std", "loss", 0.0),
+    "lite_ppo": ("clip", "token", "token_mean", "batch_std", "loss", 0.0),
+    "luspo": ("clip", "sequence", "sequence_sum", "group_mean_std", "loss", 0.0),
+    "maxrl": ("reinforce", "token", "token_mean", "mean_relative", "loss", 0.0),
+    "open_instruct_dapo": ("clip", "token", "token_mean", "group_mean", "loss", 0.05),
+    "opo": ("reinforce", "token", "token_mean", "length_weighted", "loss", 0.0),
+    "pass_at_k": ("clip", "token", "token_mean", "best_of_group", "loss", 0.0),
+    "reinforce_pp": ("clip", "token", "token_mean", "reinforce_pp", "reward", 0.01),
+    "reinforce_pp_baseline": ("clip", "token", "token_mean", "reinforce_pp_baseline", "loss", 0.01),
     "rloo": ("reinforce", "token", "sequence_sum", "leave_one_out", "reward", 0.05),
+    "sapo": ("sapo", "token", "sequence_mean", "group_mean_std", "loss", 0.0),
+    "top_entropy": ("clip", "token", "token_mean", "group_mean_std", "loss", 0.0),
+    "trl_default": ("clip", "token", "token_mean", "group_mean_std", "loss", 0.0),
+    "trl_rloo": ("clip", "sequence_product", "sequence_mean", "leave_one_out", "reward", 0.05),
+    "verl_vanilla": ("dual_clip", "token", "token_mean", "group_mean_std", "loss", 0.0),
+    "vespo": ("vespo", "token", "token_mean", "group_mean_std", "loss", 0.0),
 }
 every_preset = pytest.mark.parametrize("name", PRESETS)
 
@@ -82,3 +105,36 @@ def test_a_value_of_a_preset_can_be_overridden_and_an_unread_one_is_refused():
         instantiate(cfg.loss)
     assert isinstance(why.value.__cause__, UserError)
     assert instantiate(cfg.loss, loss_fn="two_sided").clip_higher == 0.5
+
+
+# Cases of the project's own function with the values that it has by default.
+OF_PROJECTS = {
+    "open_instruct_dapo": [
+        "open_instruct_dapo/ordinary_b/clip0.2_0.272_beta0.05_kl2",
+        "open_instruct_dapo/clip_both_sides/clip0.2_0.272_beta0.05_kl2_rho",
+    ],
+    "trl_default": ["trl_dapo/ordinary_b/eps0.2_0.2"],
+    "trl_rloo": ["trl_rloo/ordinary_b", "trl_rloo/holes", "trl_rloo/clip_both_sides"],
+    "verl_vanilla": [
+        "ppo_dual_clip/ordinary_a/clip0.2_0.2_c3.0_token-mean",
+        "ppo_dual_clip/clip_both_sides/rollout_is_weights",
+    ],
+}
+# Under any of these names a case gives the weights of its correction.
+WEIGHTS = ("rho_weights", "rollout_is_weights")
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("name", OF_PROJECTS)
+def test_a_preset_of_a_project_gives_that_project_s_numbers(name):
+    """As it is: nothing is set but what the case brings."""
+    loss = instantiate(composed(f"loss={name}").loss)
+    if loss.kl_in == "reward":  # a part of the rewards, which no case of a loss has
+        loss = GRPOConfig(**loss.as_dict() | {"beta": 0.0})
+    cases = {case.id: case for case in load() if case.id in OF_PROJECTS[name]}
+    assert set(cases) == set(OF_PROJECTS[name])
+    for case in cases.values():
+        weights = next((key for key in WEIGHTS if key in case.raw["inputs"]), None)
+        assert not differences(
+            case, lambda given, w=weights: result(loss, given, w), POLICY_LEFT_OUT
+        )

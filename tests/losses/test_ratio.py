@@ -141,3 +141,13 @@ def test_ratios_refuse_to_broadcast_and_to_take_weights_for_a_mask(level):
         level(row(-1.0, -1.0), row(-1.0), mask(1, 1))
     with pytest.raises(ValueError, match="must be bool"):
         level(row(-1.0, -1.0), row(-1.0, -1.0), mask(1, 1).float())
+
+
+def test_a_sequence_s_product_by_hand():
+    # Log-ratios 0.5, 0 and -2, the last of them masked: exp(0.5) for the whole row.
+    new = row(-1.0, -2.0, -3.0).requires_grad_()
+    ratio = RATIOS["sequence_product"].fn(new, row(-1.5, -2.0, -1.0), mask(1, 1, 0))
+    assert_close(ratio, row(*[math.exp(0.5)] * 3))
+    # Each of three places has the whole ratio, and both tokens move it as much.
+    [gradient] = torch.autograd.grad(ratio.sum(), new)
+    assert_close(gradient, row(3 * math.exp(0.5), 3 * math.exp(0.5), 0.0))
