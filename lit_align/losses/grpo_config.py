@@ -40,7 +40,7 @@ class GRPOConfig(FrozenConfig):
         kl_estimator: a number or name of `KL_ESTIMATORS`; 2 is "k3".
         kl_in: "loss", or "reward": then it is subtracted there before there are advantages.
         beta: weight of the KL, >= 0; usually 0 to 0.1.
-        hyperparameters: of the chosen functions, by their names; those left out have the
+        hyperparameters: of the chosen functions, by their names; those left out or None have the
             function's own default. With "cispo", `clip_lower` may be given and does nothing.
 
     Raises:
@@ -128,6 +128,8 @@ def _settings(
     Raises:
         UserError: for one that nothing chosen reads.
     """
+    # So that a file can list a value that only some choices read.
+    given = {name: value for name, value in given.items() if value is not None}
     taken: dict[str, float | str | None] = {}
     for variant in chosen.values():
         taken |= variant.settings({n: v for n, v in given.items() if n in variant.hyperparameters})

@@ -96,7 +96,8 @@ class RolloutPlan:
             f"{self.prompts_per_step} prompts x {self.num_generations} completions a step, in "
             f"{self.micro_batches} micro-batches x {self.replicas} ranks of at most "
             f"{self.batch_size}; a rollout of {self.prompts} prompts makes {self.steps} "
-            f"of them (steps_per_rollout {self.steps_per_rollout} x num_iterations {self.num_iterations})"
+            f"of them (steps_per_rollout {self.steps_per_rollout} x num_iterations "
+            f"{self.num_iterations})"
         )
 
 
