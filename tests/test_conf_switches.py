@@ -23,7 +23,7 @@ def choices(*overrides):
 PAIRS = {
     "callbacks": {
         *["reference_cache", "checkpoint", "save_policy", "before_after", "validate_at_end"],
-        *["learning_rate", "plan", "exact_match"],
+        *["learning_rate", "plan", "exact_match", "stop_on_signal"],
     },
     "module": "DPOModule",
     "data": "PreferenceDataModule",

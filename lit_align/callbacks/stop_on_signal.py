@@ -69,6 +69,8 @@ class StopOnSignal(L.Callback):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         is_in_fit = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
+        # Lightning may validate while gradients are accumulated, too.
+        is_in_fit = is_in_fit and trainer.global_step > self._step
         if is_in_fit and not _is_last_step(trainer) and (asked := self._asked_of_any(trainer)):
             _stop(trainer, asked)
 

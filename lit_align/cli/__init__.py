@@ -6,6 +6,7 @@ option or printing a configuration takes under a second.
 
 import sys
 from importlib import import_module
+from pathlib import Path
 from typing import NamedTuple
 
 from lit_align.cli.conf import conf_dir, options
@@ -30,6 +31,8 @@ VERBS = {"train": Verb("lit_align.cli.train", "train a policy; the verb if none 
 
 def main() -> None:
     """Run the verb that the first argument names, `train` if it names none."""
+    # A reward or callback of one's own, in a file beside which one works, can be named in a config.
+    sys.path.append(str(Path.cwd()))
     first = sys.argv[1] if len(sys.argv) > 1 else ""
     if first in {"-h", "--help"}:
         sys.stdout.write(help_text())

@@ -37,6 +37,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     check_checkpoint(cfg.ckpt_path)
     settle(cfg)
     datamodule, module = build(cfg.data), build(cfg.module)
+    check_kind(datamodule, module)
     trainer = build_trainer(cfg)
     if trainer.is_global_zero:
         record(cfg, trainer)
@@ -69,6 +70,16 @@ def whole(name: str, value: Any, *, least: int) -> int:
 def build(node: Any, **options: Any) -> Any:
     """The object a node describes; it gets plain lists and dicts, never Hydra's own."""
     return instantiate(node, _convert_="all", **options)
+
+
+def check_kind(datamodule: Any, module: Any) -> None:
+    """Raise before any data is read that is not what the module learns from."""
+    given, wanted = getattr(datamodule, "rows", None), getattr(module, "rows", None)
+    if given and wanted and given != wanted:
+        raise UserError(
+            f"{type(module).__name__} learns from {wanted}, and {type(datamodule).__name__} holds "
+            f"{given}: choose another data=, or a loss= for {given}"
+        )
 
 
 def build_trainer(cfg: DictConfig) -> L.Trainer:

@@ -298,7 +298,9 @@ def split_rows(rows: int, share: float, seed: int) -> tuple[list[int], list[int]
         seed: which rows that are.
     """
     if rows < len(("train", "val")):
-        raise UserError(f"{rows} pair cannot be divided into training and validation")
+        raise UserError(
+            f"{rows} row cannot be divided into training and validation: set data.val_split=null"
+        )
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed)).tolist()
     val = min(max(round(rows * share), 1), rows - 1)
     return sorted(order[val:]), sorted(order[:val])

@@ -5,14 +5,15 @@ columns, and which ones is theirs to say.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from os import PathLike
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
+from datasets import Dataset
 from lightning.pytorch.utilities import rank_zero_info
 from transformers import PreTrainedTokenizerBase
 
@@ -20,8 +21,10 @@ from lit_align.data.cache import digest
 from lit_align.data.preparation import with_progress
 from lit_align.data.prompt_format import PromptFormat, PromptRow, PromptTokeniser
 from lit_align.data.rows import Message, RowError
-from lit_align.data.sources import Columns, RowSource, open_source
+from lit_align.data.sources import Columns, Listed, RowSource, Table, open_source
 from lit_align.errors import UserError
+
+PromptSource: TypeAlias = RowSource | Sequence[Mapping[str, Any]] | Dataset | str | PathLike[str]
 
 
 class Prompt(NamedTuple):
@@ -72,7 +75,7 @@ class PromptRows:
 
 
 def open_prompts(
-    source: RowSource | str | PathLike[str],
+    source: PromptSource,
     tokenizer: PreTrainedTokenizerBase,
     how: PromptFormat | None = None,
     *,
@@ -84,7 +87,8 @@ def open_prompts(
     One line tells how many there are, and what was left out for which reason.
 
     Args:
-        source: a path or name, as `open_source` takes it; or a task, or whatever else yields rows.
+        source: a path or name, as `open_source` takes it; or a task, or whatever else yields rows;
+            or rows themselves, a list of dictionaries or a `datasets.Dataset`.
         tokenizer: of the policy.
         how: rows become prompts; None: as the defaults say.
         split: of a folder or hub data set.
@@ -94,14 +98,22 @@ def open_prompts(
         UserError: for a row that cannot be used, or if no prompt is left.
     """
     how = how or PromptFormat()
-    if isinstance(source, str | PathLike):
-        source = open_source(source, split, Columns(required=(how.prompt_column,)))
+    source = _opened(source, split, Columns(required=(how.prompt_column,)))
     reading = _Reading(source, PromptTokeniser(tokenizer, how))
     prompts = list(islice(reading.prompts(), max_rows))
     if not prompts:
         raise UserError(f"{source.name}: {reading.tally.why_nothing_is_left()}")
     rank_zero_info(f"{source.name}: {reading.tally.describe(prompts)}")
     return PromptRows(_with_all_columns(prompts), source.name)
+
+
+def _opened(source: PromptSource, split: str, columns: Columns) -> RowSource:
+    """Whatever rows were given as."""
+    if isinstance(source, str | PathLike):
+        return open_source(source, split, columns)
+    if isinstance(source, Dataset):
+        return Table("the data set given", source, columns)
+    return Listed(source) if isinstance(source, Sequence) else source
 
 
 @dataclass

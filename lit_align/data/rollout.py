@@ -1,7 +1,6 @@
 """Prompts for a Trainer whose module writes the answers itself."""
 
 from collections.abc import Mapping
-from os import PathLike
 from typing import Any
 
 import lightning as L
@@ -13,12 +12,9 @@ from lit_align.data.loader import Replica, no_loaders
 from lit_align.data.preference import split_rows
 from lit_align.data.prompt_format import PromptFormat
 from lit_align.data.prompt_loader import PromptLoader
-from lit_align.data.prompts import PromptRows, open_prompts
-from lit_align.data.sources import RowSource
+from lit_align.data.prompts import PromptRows, PromptSource, open_prompts
 from lit_align.errors import UserError
 from lit_align.rollout import PromptStream, RolloutLoader, RolloutPlan
-
-Place = str | PathLike[str]
 
 
 class RolloutDataModule(L.LightningDataModule):
@@ -30,7 +26,7 @@ class RolloutDataModule(L.LightningDataModule):
 
     Args:
         path: a JSONL, JSON or Parquet file, a folder written by `save_to_disk`, a name on the hub,
-            or a task (`lit_align.data.tasks`).
+            a task (`lit_align.data.tasks`), a list of dictionaries or a `datasets.Dataset`.
         split: part of a folder or hub data set to train on.
         val_path: a second file, folder, name or task to validate on.
         val_split: or a further split of `path`; or the share of its prompts, between 0 and 1, to
@@ -68,10 +64,10 @@ class RolloutDataModule(L.LightningDataModule):
 
     def __init__(  # noqa: PLR0913 - the configuration file sets each of them
         self,
-        path: Place | RowSource,
+        path: PromptSource,
         *,
         split: str = "train",
-        val_path: Place | RowSource | None = None,
+        val_path: PromptSource | None = None,
         val_split: str | float | None = None,
         prompt_column: str = "prompt",
         system_prompt: str | None = None,
@@ -233,9 +229,13 @@ class RolloutDataModule(L.LightningDataModule):
         trainer.accumulate_grad_batches = plan.micro_batches
         return plan
 
+    def on_exception(self, exception: BaseException) -> None:
+        # There is no teardown then.
+        self.teardown(TrainerFn.FITTING)
+
     def teardown(self, stage: str) -> None:
         """Leave the Trainer as it was: other data may want another accumulation."""
-        if self.trainer is not None and stage == TrainerFn.FITTING:
+        if self.trainer is not None and stage == TrainerFn.FITTING and hasattr(self, "_asked"):
             self.trainer.accumulate_grad_batches = self._asked
 
     def _replica(self) -> Replica:
@@ -275,6 +275,13 @@ class RolloutDataModule(L.LightningDataModule):
                 "data.val_split must be the name of a split or a share between 0 and 1, "
                 f"not {self.val_split!r}"
             )
+        self._check_numbers()
+
+    def _check_numbers(self) -> None:
+        if not isinstance(self.shuffle, bool):
+            raise UserError(f"data.shuffle must be true or false, not {self.shuffle!r}")
+        if type(self.seed) is not int:
+            raise UserError(f"data.seed must be a whole number, not {self.seed!r}")
         limits = {name: getattr(self, name) for name in ("max_rows", "val_max_rows")}
         given = {name: value for name, value in limits.items() if value is not None}
         for name, value in {**given, "val_batch_size": self.val_batch_size}.items():

@@ -6,7 +6,7 @@ the whole file and could not say which line is wrong.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -172,6 +172,17 @@ class Table:
         columns = self.columns.of(self.name, self.dataset.column_names)
         for number, row in enumerate(self.dataset.select_columns(columns), 1):
             yield f"row {number}", row
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Rows that are in memory already."""
+
+    rows: Sequence[object]
+    name: str = "the rows given"
+
+    def __iter__(self) -> Placed:
+        return ((f"item {number}", row) for number, row in enumerate(self.rows, 1))
 
 
 FILES: dict[str, Callable[[str, Path, Columns], Source]] = {

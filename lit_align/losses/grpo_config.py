@@ -53,7 +53,7 @@ class GRPOConfig(FrozenConfig):
         beta: weight of the KL, >= 0; usually 0 to 0.1.
         entropy_bonus: weight of the policy's entropy in the loss, >= 0, in the advantages' unit per
             nat; 0: none.
-        hyperparameters: of the chosen functions, by their names; those left out have the
+        hyperparameters: of the chosen functions, by their names; those left out or None have the
             function's own default. With "cispo", `clip_lower` may be given and does nothing.
 
     Raises:
@@ -159,6 +159,8 @@ def _settings(
     Raises:
         UserError: for one that nothing chosen reads.
     """
+    # So that a file can list a value that only some choices read.
+    given = {name: value for name, value in given.items() if value is not None}
     taken: dict[str, float | str | None] = {}
     for variant in chosen.values():
         taken |= variant.settings({n: v for n, v in given.items() if n in variant.hyperparameters})

@@ -18,7 +18,7 @@ from lit_align.losses.pairs import (
 )
 
 
-@PREFERENCE_LOSSES.register("aot")
+@PREFERENCE_LOSSES.register("aot", whole_window=True)
 def aot_loss(
     policy_chosen_logps: Tensor,
     policy_rejected_logps: Tensor,
@@ -66,7 +66,7 @@ def aot_loss(
     return PairLoss(losses, beta * chosen.detach(), beta * rejected.detach())
 
 
-@PREFERENCE_LOSSES.register("aot_unpaired")
+@PREFERENCE_LOSSES.register("aot_unpaired", whole_window=True)
 def aot_unpaired_loss(
     policy_chosen_logps: Tensor,
     policy_rejected_logps: Tensor,

@@ -93,6 +93,8 @@ class Variant:
         optional_tensors: the tensors it reads if there are any.
         hyperparameters: by name, in the order of the signature.
         noun: what kind of thing it is, for messages.
+        whole_window: whether it compares the rows of an optimizer step with each other, and so
+            must be given all of them at once.
     """
 
     name: str
@@ -102,6 +104,7 @@ class Variant:
     optional_tensors: tuple[str, ...]
     hyperparameters: Mapping[str, Hyperparameter]
     noun: str = "loss"
+    whole_window: bool = False
 
     def __str__(self) -> str:
         return f"{self.noun} '{self.name}'"
@@ -179,13 +182,19 @@ class Variants(dict[str, Variant]):
         self.noun = noun
 
     def register(
-        self, name: str, *, average_logps: bool = False, **defaults: float
+        self,
+        name: str,
+        *,
+        average_logps: bool = False,
+        whole_window: bool = False,
+        **defaults: float,
     ) -> Callable[[Fn], Fn]:
         """Enter a function under `name`.
 
         Args:
             name: what the loss is called in configs.
             average_logps: whether the loss reads means of log-probs over tokens instead of sums.
+            whole_window: whether it must be given all rows of an optimizer step at once.
             defaults: hyperparameters whose default under this name is not the function's.
         """
 
@@ -208,6 +217,7 @@ class Variants(dict[str, Variant]):
                 tuple(n for n in tensors if n in optional),
                 hyperparameters,
                 self.noun,
+                whole_window,
             )
             return fn
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
 from lit_align.errors import UserError
+from lit_align.logprobs import base_model
 from lit_align.modules.evaluation import Evaluation
 from lit_align.modules.inference import inference
 from lit_align.modules.metrics import MeanOfDicts
@@ -28,13 +29,14 @@ from lit_align.rollout import (
     Sample,
     Sampling,
     collect,
-    grouped,
+    context_length,
     is_informative,
     rollout_metrics,
     stop_token_ids,
 )
 
-Reward = RewardSuite | Callable[..., Any] | Mapping[str, Callable[..., Any]]
+Function = Callable[..., Any]
+Reward = RewardSuite | Function | Mapping[str, Function] | Sequence[Function]
 Groups = list[list[Sample]]
 # Validation's seeds never meet those of training, whose prompts are drawn for the 0th time first.
 VALIDATION = -1
@@ -46,7 +48,8 @@ class ActingModule(PolicyModule):
     Args:
         policy: see `PolicyModule`, as for what is not listed.
         loss: its config.
-        reward: judges completions: a suite, a function with TRL's signature, or several by name.
+        reward: judges completions: a suite, a function with TRL's signature, or several of them, in
+            a list or by name.
         engine: writes completions; None: the policy itself, in this process.
         sampling: how completions to train on are sampled; stop tokens are added.
         val_sampling: the same for validation; None: greedy, else as `sampling`.
@@ -91,6 +94,8 @@ class ActingModule(PolicyModule):
         )
         self.reward = reward if isinstance(reward, RewardSuite) else RewardSuite(_by_name(reward))
         self.engine: Engine = engine or HuggingFaceEngine()
+        # What was recorded says nothing of the policy in training.
+        self.val_engine = self.engine if self.engine.is_live else HuggingFaceEngine()
         self.sampling = _sampling(sampling) or Sampling()
         self.val_sampling = _sampling(val_sampling) or replace(self.sampling, temperature=0.0)
         self.filter_groups = filter_groups
@@ -108,7 +113,10 @@ class ActingModule(PolicyModule):
                 "sampling.temperature is 0: greedy completions of a prompt are all alike, and "
                 "their probability is no ratio's denominator; only val_sampling may be greedy"
             )
-        if not isinstance(self.max_refills, int) or self.max_refills < 0:
+        for name in ("filter_groups", "mask_truncated"):
+            if not isinstance(getattr(self, name), bool):
+                raise UserError(f"{name} must be true or false, not {getattr(self, name)!r}")
+        if type(self.max_refills) is not int or self.max_refills < 0:
             raise UserError(f"max_refills must be a whole number >= 0, not {self.max_refills!r}")
         if self.val_sampling.is_greedy and self.evaluation.generations > 1:
             raise UserError(
@@ -116,15 +124,34 @@ class ActingModule(PolicyModule):
                 "0 writes the same completion each time: raise the temperature or take 1"
             )
 
+    def on_fit_start(self) -> None:
+        """Refuse prompts that leave no room for an answer, before the first is answered."""
+        if not stop_token_ids(self.policy, self.tokenizer):
+            rank_zero_warn(
+                "neither the model nor its tokenizer has an end token: every completion runs to "
+                "sampling.max_new_tokens; give sampling.stop_token_ids"
+            )
+        context = context_length(base_model(self.policy).config)
+        data: Any = getattr(self.trainer, "datamodule", None)
+        for name in ("train_rows", "val_rows"):
+            rows: Any = getattr(data, name, None) or ()
+            for prompt in rows:
+                if context is not None and len(prompt.ids) >= context:
+                    raise UserError(
+                        f"row {prompt.row} of {rows.name}: its prompt of {len(prompt.ids)} tokens "
+                        f"leaves no room for an answer in the model's context of {context}: set "
+                        f"data.max_prompt_length to less than {context}"
+                    )
+
     def make_rollout(
         self, draw: Callable[[int], list[Drawn]], plan: RolloutPlan, number: int
     ) -> Rollout:
         """Completions of freshly drawn prompts, scored and filtered, the same on every rank."""
         kept: Groups = []
         left_out: Groups = []
-        with self._acting(self.sampling) as complete:
+        with self._acting(self.engine, self.sampling) as completer:
             for _ in range(1 + self.max_refills):
-                groups = self._groups(complete, draw(plan.prompts - len(kept)), plan)
+                groups = self._groups(completer, draw(plan.prompts - len(kept)), plan)
                 for group in groups:
                     teaches = is_informative(group) or not self.filter_groups
                     (kept if teaches else left_out).append(group)
@@ -144,31 +171,30 @@ class ActingModule(PolicyModule):
         self.rollout_means.update(metrics | {"groups_trained": float(len(kept))})
         return self.rollout
 
-    def _groups(self, complete: Completer, drawn: Sequence[Drawn], plan: RolloutPlan) -> Groups:
+    def _groups(self, completer: Completer, drawn: Sequence[Drawn], plan: RolloutPlan) -> Groups:
         """Scored completions of each prompt, on all ranks."""
         rank, replicas = replica(self.trainer)
-        samples = collect(
-            complete,
+        return collect(
+            completer,
             lambda mine: from_all_ranks(self.trainer, mine),
             drawn,
             num_generations=plan.num_generations,
             rank=rank,
             replicas=replicas,
         )
-        return grouped(samples)
 
     @contextmanager
-    def _acting(self, sampling: Sampling) -> Iterator[Completer]:
+    def _acting(self, engine: Engine, sampling: Sampling) -> Iterator[Completer]:
         """The policy in the state in which it may write."""
         version = self.trainer.global_step
         with inference(self.trainer, self.policy):
-            self.engine.sync_weights(version, self.policy)
-            stops = stop_token_ids(self.policy, self.tokenizer)
+            engine.sync_weights(version, self.policy)
+            stops = {*sampling.stop_token_ids, *stop_token_ids(self.policy, self.tokenizer)}
             yield Completer(
-                self.engine,
+                engine,
                 self.reward,
                 self.tokenizer,
-                replace(sampling, stop_token_ids=stops),
+                replace(sampling, stop_token_ids=tuple(sorted(stops))),
                 self.run_seed,
                 version,
             )
@@ -177,9 +203,10 @@ class ActingModule(PolicyModule):
         """Answer the batch's prompts; what a filler prompt is answered does not count."""
         numbers = list(range(self.evaluation.generations))
         tasks = [(Drawn(p.row, VALIDATION, p), numbers) for p in batch["prompts"]]
-        with self._acting(self.val_sampling) as complete:
+        with self._acting(self.val_engine, self.val_sampling) as completer:
             # The same seeds each time: what differs between two validations is the policy.
-            samples = replace(complete, version=0)(tasks)
+            samples = replace(completer, version=0).write(tasks)
+            completer.judge(samples, [drawn for drawn, _ in tasks])
         real = {
             p.row for p, is_real in zip(batch["prompts"], batch["is_real"], strict=True) if is_real
         }
@@ -199,10 +226,14 @@ class ActingModule(PolicyModule):
         self.reward.close()
 
 
-def _by_name(reward: Callable[..., Any] | Mapping[str, Callable[..., Any]]) -> Any:
-    return (
-        reward if isinstance(reward, Mapping) else {getattr(reward, "__name__", "reward"): reward}
-    )
+def _by_name(reward: Function | Mapping[str, Function] | Sequence[Function]) -> Any:
+    if isinstance(reward, Mapping):
+        return reward
+    functions = list(reward) if isinstance(reward, Sequence) else [reward]
+    names = [getattr(fn, "__name__", f"reward_{n}") for n, fn in enumerate(functions)]
+    if len(set(names)) < len(names):
+        raise UserError(f"two rewards have one name ({', '.join(names)}): give {{name: function}}")
+    return dict(zip(names, functions, strict=True))
 
 
 def _sampling(given: Sampling | Mapping[str, Any] | None) -> Sampling | None:

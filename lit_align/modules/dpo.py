@@ -18,7 +18,7 @@ from lit_align.logprobs import Alignment, response_logprobs
 from lit_align.losses import DPOConfig, GRPOConfig, PairLoss, TensorCache, compute_loss
 from lit_align.modules.metrics import RunningMeans, gradient_norm
 from lit_align.modules.policy import Batch, Loadable, PolicyModule
-from lit_align.modules.window import window_mean
+from lit_align.modules.window import replica, window_mean
 from lit_align.ops import IGNORE_INDEX, completion_lengths
 from lit_align.policies import policy_fingerprint
 
@@ -86,6 +86,17 @@ class DPOModule(PolicyModule):
         self.reference_cache: TensorCache | None = None
         self.train_means = RunningMeans(*PAIR_METRICS)
         self.val_means = RunningMeans(*PAIR_METRICS)
+
+    def setup(self, stage: str) -> None:
+        """Refuse, before anything is loaded, to give a loss a part of what it has to see whole."""
+        super().setup(stage)
+        parts = self.trainer.accumulate_grad_batches * replica(self.trainer)[1]
+        if self.loss.variant.whole_window and parts > 1:
+            raise UserError(
+                f"loss '{self.loss.loss_type}' ranks all pairs of a step, which is cut in {parts} "
+                "parts: train on one rank with trainer.accumulate_grad_batches=1, and raise "
+                "data.batch_size"
+            )
 
     def note_reference(self) -> None:
         """The fingerprint of the policy before the first step: what the cache is a cache of."""

@@ -26,6 +26,8 @@ class Evaluation:
         whole = isinstance(generations, int) and not isinstance(generations, bool)
         if not whole or generations < 1:
             raise UserError(f"val_generations must be a whole number >= 1, not {generations!r}")
+        if isinstance(right_from, bool) or not isinstance(right_from, int | float):
+            raise UserError(f"right_from must be a number, not {right_from!r}")
         self.generations = generations
         self.right_from = right_from
         self.samples: list[Sample] = []

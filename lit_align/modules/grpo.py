@@ -49,8 +49,8 @@ class GRPOModule(ActingModule):
     Args:
         policy: hub id, folder, GGUF file or "tiny"; or a recipe that says how to load one; or a
             loaded model, with an adapter of peft or without.
-        loss: its config, or the config's values; None: GRPO's defaults.
-        reward: judges completions: a suite, a function with TRL's signature, or several by name.
+        loss: its config, or the config's values, or the name of a surrogate; None: `GRPOConfig()`.
+        reward: judges completions: a suite, a function with TRL's signature, or several of them.
         engine: writes completions; None: the policy itself, in this process.
         sampling: how completions to train on are sampled; stop tokens are added.
         val_sampling: the same for validation; None: greedy, else as `sampling`.
@@ -74,7 +74,7 @@ class GRPOModule(ActingModule):
     def __init__(  # noqa: PLR0913 - the configuration file sets each of them
         self,
         policy: Loadable | nn.Module,
-        loss: GRPOConfig | Mapping[str, Any] | None = None,
+        loss: str | GRPOConfig | Mapping[str, Any] | None = None,
         *,
         reward: Reward,
         engine: Engine | None = None,
@@ -109,6 +109,11 @@ class GRPOModule(ActingModule):
             scheduler=scheduler,
         )
         check_loss(self.loss, self.sampling)
+        if self.reference is not None and not self.loss.reads_reference:
+            raise UserError(
+                "a reference was given, and beta is 0, so that nothing compares with it: set "
+                "loss.beta, or leave the reference out"
+            )
         self.frozen = FrozenReference()
         self.sums = Sums("loss", *TOKEN_SUMS)
         self._steps_summed = 0
@@ -268,9 +273,8 @@ class GRPOModule(ActingModule):
         return int(self.trainer.accumulate_grad_batches * replica(self.trainer)[1])
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        # Every step, for it is a small part of one; Lightning's loggers take those they want.
         self._steps_summed += 1
-        if not self.is_logging_step():
-            return
         metrics: dict[str, Tensor | float] = {
             **self._train_metrics(),
             **self.rollout_means.compute_and_reset(),
@@ -295,7 +299,9 @@ class GRPOModule(ActingModule):
         return {"loss": loss, **token_metrics(sums)}
 
 
-def _config(loss: GRPOConfig | Mapping[str, Any] | None) -> GRPOConfig:
+def _config(loss: str | GRPOConfig | Mapping[str, Any] | None) -> GRPOConfig:
+    if isinstance(loss, str):
+        return GRPOConfig(loss)
     if isinstance(loss, DPOConfig):
         raise UserError(
             f"'{loss.loss_type}' is a loss of pairs: choose a loss of completions, such as dapo, "

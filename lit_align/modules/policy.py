@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from transformers import PreTrainedTokenizerBase
@@ -151,9 +153,13 @@ class PolicyModule(L.LightningModule):
         torch.manual_seed(((self.run_seed << 24) + step << 7) + rank & 2**63 - 1)
 
     def is_logging_step(self) -> bool:
-        """Whether Lightning's loggers listen at the optimizer step that is about to be made."""
+        """Whether Lightning's loggers listen at the optimizer step that is about to be made.
+
+        They do at the last one as well, and would be told the numbers of an earlier one.
+        """
         every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
-        return bool(every) and (self.trainer.global_step + 1) % every == 0
+        step = self.trainer.global_step + 1
+        return bool(every) and (step % every == 0 or step == self.trainer.max_steps)
 
     def refuse_a_loss_that_is_no_number(self, loss: Tensor) -> None:
         """Stop a run that has come apart."""
@@ -165,8 +171,32 @@ class PolicyModule(L.LightningModule):
                 "bf16-mixed"
             )
 
+    def on_train_start(self) -> None:
+        """Tell ModelCheckpoints that the step a run is resumed from has been saved.
+
+        They do not know, and would save it again in the middle of the next step.
+        """
+        if self.trainer.ckpt_path is None:
+            return
+        for keeper in self.trainer.checkpoint_callbacks:
+            if isinstance(keeper, ModelCheckpoint):
+                keeper._last_global_step_saved = self.trainer.global_step
+
+    def _is_within_a_step(self) -> bool:
+        """Whether gradients have been accumulated that no checkpoint holds."""
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress
+        done = progress.current.ready % self.trainer.accumulate_grad_batches
+        return bool(done) and not progress.is_last_batch
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["step_seed"] = self._seed
+        checkpoint["within_a_step"] = self._is_within_a_step()
+        if checkpoint["within_a_step"]:
+            rank_zero_warn(
+                "this checkpoint is written in the middle of an optimizer step and cannot be "
+                "resumed from: validate and save after whole steps (trainer.val_check_interval "
+                f"counts micro-batches, {self.trainer.accumulate_grad_batches} to a step)"
+            )
         if has_adapter(self.policy):
             # The base model is on disk already; a LoRA checkpoint holds what training changed.
             trained = {
@@ -177,6 +207,11 @@ class PolicyModule(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._seed = checkpoint.get("step_seed")
+        if self._trainer is not None and checkpoint.get("within_a_step"):
+            raise UserError(
+                "the checkpoint was written in the middle of an optimizer step, and holds nothing "
+                "of the gradients accumulated so far: take another"
+            )
         saved = checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY]["loss"]
         if self._trainer is not None and saved != self.loss.as_dict():
             differing = {**saved, **self.loss.as_dict()}

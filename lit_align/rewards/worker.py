@@ -53,8 +53,12 @@ def main(handle: int) -> None:
     # Descriptor 1 is the trainer's standard error, for what C writes; this is for `print`.
     sys.stdout = sys.stderr
     functions: dict[str, RewardFunction] = {}
+    own = os.getpid()
     while True:
-        pipe.send_bytes(pickle.dumps(_answer(functions, requests.get())))
+        answer = _answer(functions, requests.get())
+        if os.getpid() != own:  # a child that a function left behind must not answer as well
+            os._exit(0)
+        pipe.send_bytes(pickle.dumps(answer))
 
 
 def _receive(pipe: Connection, requests: "queue.SimpleQueue[bytes]") -> None:

@@ -9,7 +9,7 @@ from lit_align.rollout.engine import (
     sample_seed,
     stop_token_ids,
 )
-from lit_align.rollout.huggingface import HuggingFaceEngine
+from lit_align.rollout.huggingface import HuggingFaceEngine, context_length
 from lit_align.rollout.loader import RolloutLoader
 from lit_align.rollout.plan import RolloutPlan
 from lit_align.rollout.replay import ReplayEngine
@@ -32,6 +32,7 @@ __all__ = [
     "Sample",
     "Sampling",
     "collect",
+    "context_length",
     "grouped",
     "is_informative",
     "rollout_metrics",

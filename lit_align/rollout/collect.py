@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from lit_align.rewards import RewardSuite, Scores
 from lit_align.rollout.engine import Engine, Request, Sampling, sample_seed
-from lit_align.rollout.rows import Drawn, Sample
+from lit_align.rollout.rows import Drawn, Sample, grouped
 
 # A prompt and the numbers of the completions that are wanted of it.
 Task = tuple[Drawn, list[int]]
@@ -21,7 +21,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Completer:
-    """Writes completions and has them scored.
+    """Writes completions and has them judged.
 
     Args:
         engine: whose weights are those of `version`.
@@ -39,11 +39,11 @@ class Completer:
     run_seed: int
     version: int
 
-    def __call__(self, tasks: Sequence[Task]) -> list[Sample]:
+    def write(self, tasks: Sequence[Task]) -> list[Sample]:
         """The completions, prompt by prompt in the order of their numbers."""
         requests = [self._request(drawn, numbers) for drawn, numbers in tasks]
         answers = self.engine.generate(requests, self.sampling)
-        samples = [
+        return [
             Sample(
                 group=drawn.group,
                 row=drawn.prompt.row,
@@ -58,9 +58,11 @@ class Completer:
             for (drawn, numbers), completions in zip(tasks, answers, strict=True)
             for number, completion in zip(numbers, completions, strict=True)
         ]
-        columns = [drawn.prompt.columns for drawn, numbers in tasks for _ in numbers]
-        give_rewards(self.rewards, samples, columns)
-        return samples
+
+    def judge(self, samples: Sequence[Sample], drawn: Sequence[Drawn]) -> None:
+        """Let every sample know its rewards; `drawn` holds the prompts that they answer."""
+        columns = {one.group: one.prompt.columns for one in drawn}
+        give_rewards(self.rewards, samples, [columns[sample.group] for sample in samples])
 
     def _request(self, drawn: Drawn, numbers: list[int]) -> Request:
         row, draw = drawn.prompt.row, drawn.draw
@@ -121,29 +123,33 @@ def share(drawn: Sequence[Drawn], num_generations: int, rank: int, replicas: int
 
 
 def collect(
-    complete: Callable[[Sequence[Task]], list[Sample]],
+    completer: Completer,
     gather: Callable[[list[Sample]], list[list[Sample]]],
     drawn: Sequence[Drawn],
     *,
     num_generations: int,
     rank: int,
     replicas: int,
-) -> list[Sample]:
-    """Completions of all the prompts, the same on every rank.
+) -> list[list[Sample]]:
+    """Completions of all the prompts, judged, group by group; the same on every rank.
+
+    Any rank may write any completion, but a group is judged as a whole: some rewards compare its
+    completions with each other.
 
     Args:
-        complete: writes and scores this rank's share.
+        completer: writes and judges.
         gather: brings what each rank holds to all of them, in the order of the ranks.
         drawn: prompts.
         num_generations: completions of each.
         rank: of this process.
         replicas: ranks that share the work.
-
-    Returns:
-        Group by group in the order of `drawn`, each in the order of its completions' numbers.
     """
-    mine = complete(share(drawn, num_generations, rank, replicas))
-    return [sample for samples in gather(mine) for sample in samples]
+    written = gather(completer.write(share(drawn, num_generations, rank, replicas)))
+    groups = grouped([sample for samples in written for sample in samples])
+    mine = [sample for group in groups[rank::replicas] for sample in group]
+    completer.judge(mine, drawn)
+    judged = [sample for samples in gather(mine) for sample in samples]
+    return grouped(sorted(judged, key=lambda sample: (sample.group, sample.number)))
 
 
 def is_informative(group: Sequence[Sample], tolerance: float = 1e-9) -> bool:

@@ -100,6 +100,7 @@ class Engine(Protocol):
 
     Attributes:
         version: of the weights it answers with, as given to `sync_weights`; None before that.
+        is_live: whether it answers with the weights that it was given last.
         in_process: whether it runs the live policy itself, so that its log-probs are the
             trainer's up to rounding; others need a correction.
     """
@@ -109,6 +110,9 @@ class Engine(Protocol):
 
     @property
     def in_process(self) -> bool: ...
+
+    @property
+    def is_live(self) -> bool: ...
 
     def sync_weights(self, version: int, policy: nn.Module) -> None:
         """Answer with these weights from now on; called once before each rollout, on all ranks."""

@@ -26,6 +26,7 @@ class HuggingFaceEngine:
     """
 
     in_process = True
+    is_live = True
 
     def __init__(self, batch_size: int = 64) -> None:
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:

@@ -143,13 +143,12 @@ class RolloutLoader:
                     "number of ranks may change"
                 )
         done, theirs, ours = state["epoch_done"], state["micro_batches"], self.plan.micro_batches
-        # Lightning goes on counting micro-batches, and makes a step where ours divides the count.
-        fits = done % theirs == 0 and done % ours == 0 and done <= self._epoch_batches()
-        if ours != theirs and not fits:
+        # Lightning goes on counting micro-batches of the epoch, and they would be others.
+        if done and ours != theirs:
             raise UserError(
-                f"cannot resume after {done} micro-batches of an epoch, {theirs} to a step, with "
-                f"{ours} to a step: take a data.batch_size or a number of ranks that makes "
-                f"{theirs} of them, or a checkpoint from the end of an epoch"
+                f"cannot resume within an epoch with {ours} micro-batches to a step, where there "
+                f"were {theirs}: take a data.batch_size or a number of ranks that makes {theirs} "
+                "of them, or a checkpoint from the end of an epoch"
             )
 
     def _epoch_batches(self) -> int:

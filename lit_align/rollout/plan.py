@@ -93,10 +93,11 @@ class RolloutPlan:
     def describe(self) -> str:
         """How a step is put together, in a line."""
         return (
-            f"each step of {self.prompts_per_step} prompts x {self.num_generations} completions, "
-            f"in {self.micro_batches} micro-batches of at most {self.batch_size} on each of "
-            f"{self.replicas} ranks; a rollout of {self.prompts} prompts serves {self.steps} "
-            f"step(s): {self.steps_per_rollout} x {self.num_iterations} iteration(s)"
+            f"{self.prompts_per_step} prompts x {self.num_generations} completions a step, in "
+            f"{self.micro_batches} micro-batches x {self.replicas} ranks of at most "
+            f"{self.batch_size}; a rollout of {self.prompts} prompts makes {self.steps} "
+            f"of them (steps_per_rollout {self.steps_per_rollout} x num_iterations "
+            f"{self.num_iterations})"
         )
 
 

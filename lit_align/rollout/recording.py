@@ -51,7 +51,8 @@ def shown(value: object) -> str:
 
 def _files(path: Path) -> list[Path]:
     if path.is_dir():
-        files = sorted(path.glob("*.jsonl"))
+        # What a policy answered in validation it is not to be trained on.
+        files = sorted(f for f in path.glob("*.jsonl") if not f.name.startswith("validation-"))
         if not files:
             raise UserError(f"the folder {path} holds no .jsonl file of recorded rollouts")
         return files

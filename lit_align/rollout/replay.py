@@ -24,15 +24,17 @@ class ReplayEngine:
     in training.
 
     Args:
-        path: a JSONL file of rollouts, or a folder of them: one completion a line, as the rollout
-            log writes it. Read are prompt_ids, completion_ids, sample, finish_reason, and where
-            present logprobs, version (else 0) and prompt (for messages).
+        path: a JSONL file of rollouts, or a folder of them, one completion a line, as the rollout
+            log writes it; files called validation-* are left alone. Read are prompt_ids,
+            completion_ids, sample, finish_reason, and where present logprobs, version (else 0) and
+            prompt (for messages).
 
     Raises:
         UserError: if there is no such file, or a line is broken, naming file and line.
     """
 
     in_process = False
+    is_live = False
 
     def __init__(self, path: str | PathLike[str]) -> None:
         self._path = Path(path).expanduser()

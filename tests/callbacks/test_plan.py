@@ -44,8 +44,8 @@ def test_the_plan_of_completions_says_what_is_drawn_cut_and_rewarded(act, told):
     assert drawn.startswith("plan: 3 steps over 12 prompts (0.75 passes), ")
     for part in (
         "3 prompts x 4 completions",
-        "3 micro-batches of at most 5 on each of 1 ranks",
-        "a rollout of 3 prompts serves 1 step(s)",
+        "in 3 micro-batches x 1 ranks of at most 5",
+        "a rollout of 3 prompts makes 1 of them",
         "5 prompts to validate on",
     ):
         assert part in drawn

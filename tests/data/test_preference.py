@@ -57,7 +57,7 @@ def test_a_share_leaves_something_to_both(count, share, val, write, make):
 
 
 def test_one_pair_cannot_be_shared(write, make):
-    with pytest.raises(UserError, match="1 pair cannot be divided"):
+    with pytest.raises(UserError, match="1 row cannot be divided"):
         ready(make(write([1]), val_split=0.5))
 
 

@@ -21,6 +21,7 @@ from small_tokenizers import (
 
 from lit_align.data.prompts import PromptFormat, PromptRows, open_prompts
 from lit_align.errors import UserError
+from lit_align.policies import PolicyRecipe
 
 SUMS = [
     {"prompt": "1+1=", "answer": "2", "level": 1, "tags": ["easy", "sum"]},
@@ -314,3 +315,14 @@ def test_rows_end_for_plain_iteration(opened):
     assert isinstance(opened(SUMS), PromptRows)
     with pytest.raises(IndexError):
         opened(SUMS)[2]
+
+
+def test_rows_in_memory_are_read_like_those_of_a_file():
+    rows = [{"prompt": "1 + 2 =", "answer": "3"}, {"prompt": "2 + 2 =", "answer": "4"}]
+    tokenizer = PolicyRecipe().tokenizer()
+    listed, table = (open_prompts(given, tokenizer) for given in (rows, Dataset.from_list(rows)))
+    assert [p.columns for p in listed] == [{"answer": "3"}, {"answer": "4"}]
+    assert [p.columns for p in table] == [p.columns for p in listed]
+    assert [p.ids for p in listed] == [p.ids for p in table]
+    with pytest.raises(UserError, match=r"the rows given, item 1: .*'prompt' is missing"):
+        open_prompts([{"question": "1 + 2 ="}], tokenizer)

@@ -100,6 +100,7 @@ def fit(  # noqa: PLR0913, one for each thing that a test varies
     checkpoint_every=None,
     ckpt_path=None,
     kill_after=None,
+    keepers=(),
 ):
     """Train and return final weights, and what each step was."""
     L.seed_everything(7, verbose=False)
@@ -125,7 +126,7 @@ def fit(  # noqa: PLR0913, one for each thing that a test varies
         seed=3,
     )
     steps, weights = Steps(), Weights()
-    callbacks = [steps, weights]
+    callbacks = [steps, weights, *keepers]
     if checkpoint_dir:
         callbacks.append(
             ModelCheckpoint(
@@ -150,7 +151,7 @@ def fit(  # noqa: PLR0913, one for each thing that a test varies
         logger=False,
         log_every_n_steps=1,
         callbacks=callbacks,
-        enable_checkpointing=bool(checkpoint_dir),
+        enable_checkpointing=bool(checkpoint_dir or keepers),
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,

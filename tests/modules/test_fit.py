@@ -122,6 +122,13 @@ def test_a_checkpoint_of_another_loss_is_not_gone_on_with(tmp_path, pairs13):
         fit(pairs13, loss="dpo", ckpt_path=tmp_path / "saved" / "step=1.ckpt", cache=tmp_path)
 
 
+def test_a_loss_that_ranks_the_pairs_of_a_step_is_given_all_of_them_or_refused(tmp_path, pairs13):
+    options = {"cache": tmp_path, "loss": "aot", "max_steps": 1}
+    fit(pairs13, batch_size=8, **options)
+    with pytest.raises(UserError, match=r"'aot' ranks all pairs of a step.*2 parts"):
+        fit(pairs13, batch_size=4, accumulate=2, **options)
+
+
 def test_an_optimizer_that_cannot_be_built_is_named(tmp_path, pairs13, monkeypatch):
     monkeypatch.setitem(OPTIMIZERS, "sgd", partial(torch.optim.SGD, betas=(0.9, 0.99)))
     with pytest.raises(UserError, match=r"optimizer cannot be built.*betas"):

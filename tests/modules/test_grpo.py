@@ -250,6 +250,17 @@ def test_a_module_refuses_data_of_another_kind(llama, tmp_path):
         trainer.fit(DPOModule("tiny"), RolloutDataModule(Arithmetic(), max_rows=4))
 
 
+def test_several_rewards_come_in_a_list_or_by_name(llama):
+    def none(completion_ids, **_):
+        return [0.0] * len(completion_ids)
+
+    module = GRPOModule("tiny", "cispo", reward=[digits, none])
+    assert list(module.reward.functions) == ["digits", "none"]
+    assert module.loss == GRPOConfig("cispo")
+    with pytest.raises(UserError, match=r"two rewards have one name \(digits, digits\)"):
+        GRPOModule("tiny", reward=[digits, digits])
+
+
 def test_lora_is_its_own_reference_and_keeps_no_copy(llama):
     _, module = run(
         {"pretrained": llama, "lora": {"r": 2, "target_modules": "all-linear"}},
@@ -272,7 +283,7 @@ def test_dropout_is_named_as_what_moves_the_first_ratio(llama):
 
 def test_prompts_that_fill_the_context_are_named(tmp_path):
     small = save_random(tmp_path, "gpt2")
-    with pytest.raises(UserError, match=r"prompt of \d+ tokens.*context is 128"):
+    with pytest.raises(UserError, match=r"row \d+ of arithmetic: its prompt.*context of 128"):
         run(small, data={"system_prompt": "a" * 200, "max_prompt_length": None})
 
 

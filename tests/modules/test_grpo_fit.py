@@ -6,7 +6,10 @@ import pytest
 import torch
 from distributed.conftest import start
 from distributed.fit_grpo import digits, fit, save_random
+from lightning.pytorch.callbacks import ModelCheckpoint
 from transformers import AutoModelForCausalLM
+
+from lit_align.errors import UserError
 
 AGGREGATIONS = ["token_mean", "sequence_mean", "sequence_sum", "constant_length", "prompt_mean"]
 # Micro-batch size, accumulation (1: as needed): 4 prompts x 3 completions, and a last step of 3.
@@ -192,3 +195,29 @@ def test_ranks_and_micro_batches_see_the_same_completions(llama, accumulate):
         return [sorted(map(str, rows_of(window))) for window in steps.batches[:2]]
 
     assert windows() == windows(accumulate=accumulate, batch_size=2)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+def test_a_resumed_run_saves_no_step_twice(tmp_path, llama):
+    """The step it was resumed from would be saved again, in the middle of the next one."""
+    options = {**BUFFER, "checkpoint_dir": str(tmp_path), "checkpoint_every": 2}
+    whole = fit(llama, max_steps=6, **options)
+    fit(llama, max_steps=4, ckpt_path=tmp_path / "step=2.ckpt", **options)
+    assert {path.stem.split("-")[0] for path in tmp_path.glob("*.ckpt")} == {
+        f"step={n}" for n in (2, 4, 6)
+    }
+    for path in sorted(tmp_path.glob("step=[24]*.ckpt")):
+        resumed = fit(llama, max_steps=6, ckpt_path=path, **options)
+        assert_same_weights(whole["weights"], resumed["weights"])
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+@pytest.mark.filterwarnings("ignore:this checkpoint is written in the middle")
+def test_a_checkpoint_within_a_step_is_not_gone_on_with(tmp_path, llama):
+    """Saved by a validation after three micro-batches, two to a step."""
+    keeper = ModelCheckpoint(tmp_path, "{step}", monitor="val/reward", save_top_k=-1)
+    keeper._save_on_train_epoch_end = False
+    with pytest.warns(UserWarning, match="middle of an optimizer step"):
+        fit(llama, **BUFFER, max_steps=2, validate_every=3, keepers=[keeper])
+    with pytest.raises(UserError, match="written in the middle of an optimizer step"):
+        fit(llama, **BUFFER, ckpt_path=tmp_path / "step=1.ckpt")

@@ -46,25 +46,42 @@ def test_a_group_may_be_divided_between_ranks():
     assert share([a, b, c], 2, 1, 2) == [(b, [1]), (c, [0, 1])]
 
 
-@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 5))
-def test_every_rank_ends_with_all_completions_group_by_group(count, num_generations, replicas):
-    def complete(tasks):
+class Ranked:
+    """A completer without a policy."""
+
+    def write(self, tasks):
         return [sample(group, number) for group, number in places(tasks)]
 
+    def judge(self, samples, drawn):
+        self.judged = list(samples)
+
+
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 5))
+def test_every_rank_ends_with_all_completions_group_by_group(count, num_generations, replicas):
+    """And every group has been judged as a whole, by one rank."""
     prompts = drawn(range(count))
+    by_rank = [Ranked() for _ in range(replicas)]
     written = [
-        complete(share(prompts, num_generations, rank, replicas)) for rank in range(replicas)
+        ranked.write(share(prompts, num_generations, rank, replicas))
+        for rank, ranked in enumerate(by_rank)
+    ]
+    everything = [one for samples in written for one in samples]
+    judged = [
+        [one for one in everything if one.group % replicas == rank] for rank in range(replicas)
     ]
     options = {"num_generations": num_generations, "replicas": replicas}
-    for rank in range(replicas):
+    for rank, ranked in enumerate(by_rank):
+        answers = iter([written, judged])
 
-        def gather(mine, rank=rank):
-            assert mine == written[rank]
-            return written
+        def gather(mine, rank=rank, answers=answers):
+            everywhere = next(answers)
+            assert mine == everywhere[rank]
+            return everywhere
 
-        found = collect(complete, gather, prompts, rank=rank, **options)
-        assert [(one.group, one.number) for one in found] == [
-            (g, n) for g in range(count) for n in range(num_generations)
+        found = collect(ranked, gather, prompts, rank=rank, **options)
+        assert ranked.judged == judged[rank]
+        assert [[(one.group, one.number) for one in group] for group in found] == [
+            [(g, n) for n in range(num_generations)] for g in range(count)
         ]
 
 
@@ -185,7 +202,9 @@ def test_completions_come_prompt_by_prompt_with_all_that_is_known_of_them(suite)
         (Drawn(40, 2, Prompt(8, "bc", [1, 2], {"answer": "cbb"})), [1]),
         (Drawn(41, 2, Prompt(9, "z?", [25], {"answer": "a"})), [0, 1]),
     ]
-    samples = completer(engine, suite)(tasks)
+    writer = completer(engine, suite)
+    samples = writer.write(tasks)
+    writer.judge(samples, [one for one, _ in tasks])
     assert [(one.group, one.row, one.number) for one in samples] == [
         (40, 8, 1),
         (41, 9, 0),
@@ -206,11 +225,11 @@ def test_completions_come_prompt_by_prompt_with_all_that_is_known_of_them(suite)
 def test_a_rank_without_a_share_asks_its_engine_all_the_same(suite):
     """Weights that are sharded are gathered by all ranks together."""
     engine = Echo()
-    assert completer(engine, suite)([]) == []
+    assert completer(engine, suite).write([]) == []
     assert engine.requests == []
 
 
 def test_a_writer_leaves_random_numbers_alone(suite):
     state = torch.get_rng_state()
-    completer(Echo(), suite)([(Drawn(0, 0, Prompt(0, "b", [1], {"answer": ""})), [0])])
+    completer(Echo(), suite).write([(Drawn(0, 0, Prompt(0, "b", [1], {"answer": ""})), [0])])
     assert torch.equal(torch.get_rng_state(), state)

@@ -94,8 +94,8 @@ def test_the_numbers_of_a_plan():
     assert (plan.micro_batches, plan.steps, plan.batches, plan.prompts) == (3, 6, 18, 12)
     assert plan.on(2, 4).batches == 24
     assert plan.describe() == (
-        "each step of 6 prompts x 4 completions, in 3 micro-batches of at most 5 on each of "
-        "2 ranks; a rollout of 12 prompts serves 6 step(s): 2 x 3 iteration(s)"
+        "6 prompts x 4 completions a step, in 3 micro-batches x 2 ranks of at most 5; a rollout "
+        "of 12 prompts makes 6 of them (steps_per_rollout 2 x num_iterations 3)"
     )
 
 
