@@ -514,6 +514,8 @@ def test_ctrl_c_during_a_call_ends_the_worker_and_the_next_call_is_right():
         def mine(completions):
             time.sleep(float(completions[0]))
             return [float(completion) for completion in completions]
+        # Where this runs in the background, a shell has told its children to ignore Ctrl-C.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         suite = RewardSuite({"mine": mine})
         threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         try:
