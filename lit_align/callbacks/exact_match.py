@@ -13,6 +13,7 @@ from lit_align.errors import UserError
 from lit_align.modules import DPOModule
 from lit_align.modules.inference import inference
 from lit_align.modules.ranks import from_all_ranks, is_sharded, turns
+from lit_align.rollout import stop_token_ids
 
 _INSTEAD = "a GRPOModule logs val/pass@1 in its place"
 
@@ -66,7 +67,7 @@ class ExactMatch(L.Callback):
 
     def _matches(self, module: DPOModule, rows: Sequence[Mapping[str, Any]]) -> list[bool]:
         """Per row, whether the greedy answer is the chosen one, up to where either ends."""
-        ends = _end_ids(module)
+        ends = set(stop_token_ids(module.policy, module.tokenizer))
         wanted = [_until_end(row["chosen_ids"], ends) for row in rows]
         # No answer that is longer than all of these can be right.
         length = max(map(len, wanted))
@@ -110,13 +111,6 @@ _PLAIN = {
     "top_k": 50,
     "top_p": 1.0,
 }
-
-
-def _end_ids(module: DPOModule) -> set[int]:
-    """All tokens that end an answer: chat models have others than their tokenizer's one."""
-    of_model = module.policy.generation_config.eos_token_id
-    ids = of_model if isinstance(of_model, list) else [of_model]
-    return {i for i in (*ids, module.tokenizer.eos_token_id) if i is not None}
 
 
 def _until_end(ids: Sequence[int], ends: set[int]) -> list[int]:

@@ -9,12 +9,12 @@ import lightning as L
 import torch
 from datasets import Dataset
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import Subset
 from transformers import PreTrainedTokenizerBase
 
-from lit_align.data.loader import PairLoader, Replica, no_loaders
+from lit_align.data.loader import PairLoader, no_loaders
+from lit_align.data.module import ResumableDataModule
 from lit_align.data.pairs import PairCollate, PairIds, PairRows
 from lit_align.data.preparation import Preparation
 from lit_align.data.sources import Source, open_source
@@ -24,7 +24,7 @@ from lit_align.errors import UserError
 Place = str | PathLike[str]
 
 
-class PreferenceDataModule(L.LightningDataModule):
+class PreferenceDataModule(ResumableDataModule):
     """Pairs of a preferred and a rejected answer, tokenised once and kept.
 
     A row has `chosen` and `rejected`, and a `prompt` or a beginning that both share; each a text
@@ -84,7 +84,7 @@ class PreferenceDataModule(L.LightningDataModule):
         cache_dir: Place | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(tokenizer)
         self.path = path
         self.split = split
         self.val_path = val_path
@@ -104,22 +104,7 @@ class PreferenceDataModule(L.LightningDataModule):
             "truncation": truncation,
             "chat_template_kwargs": dict(chat_template_kwargs or {}),
         }
-        self._tokenizer = tokenizer
-        self._loader: PairLoader | None = None
-        self._loader_state: dict[str, int] | None = None
         self._check()
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The one given, else that of the module in training."""
-        module = self.trainer.lightning_module if self.trainer else None
-        tokenizer = self._tokenizer or getattr(module, "tokenizer", None)
-        if tokenizer is None:
-            raise UserError(
-                "there is no tokenizer: PreferenceDataModule(..., tokenizer=...) outside a "
-                "Trainer or with a module that has none"
-            )
-        return tokenizer
 
     @property
     def collate(self) -> PairCollate:
@@ -154,11 +139,9 @@ class PreferenceDataModule(L.LightningDataModule):
         return [Subset(self.train_rows, read), *validation]
 
     def train_dataloader(self) -> PairLoader:
-        self._loader = self._train_loader()
-        if self._loader_state is not None:
-            self._loader.load_state_dict(self._loader_state)
-            self._loader_state = None
-        return self._loader
+        loader = self._loader = self._train_loader()
+        self._restore()
+        return loader
 
     def _train_loader(self) -> PairLoader:
         trainer = self.trainer
@@ -188,22 +171,6 @@ class PreferenceDataModule(L.LightningDataModule):
             replica=self._replica(),
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """The position of the training loader.
-
-        Lightning also keeps what the loader itself says, but never gives it back to a loader that
-        was made early, as it is for a schedule that asks how many steps there will be.
-        """
-        return {} if self._loader is None else {"loader": self._loader.state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self.trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
-            return
-        self._loader_state = state_dict.get("loader")
-        # Under strategies that shard, checkpoints are read after such an early loader was made.
-        if self._loader is not None and self._loader_state is not None:
-            self._loader.load_state_dict(self._loader_state)
-
     def describe_plan(self, trainer: L.Trainer) -> str:
         """What a fit of this Trainer reads, and how a step is put together, in a line."""
         pairs, ranks = len(self.train_rows), self._replica().num_replicas
@@ -215,11 +182,6 @@ class PreferenceDataModule(L.LightningDataModule):
             f"{trainer.accumulate_grad_batches} accumulated x {ranks} ranks; "
             f"{len(self.val_rows):,} pairs to validate on"
         )
-
-    def _replica(self) -> Replica:
-        """Not the global rank: ranks that hold parts of one model must see the same rows."""
-        shared = self.trainer.distributed_sampler_kwargs if self.trainer else None
-        return Replica(**(shared or {}))
 
     def _preparation(self) -> Preparation:
         tokeniser = PairTokeniser(self.tokenizer, **self.tokenising)

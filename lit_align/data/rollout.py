@@ -8,7 +8,8 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import TrainerFn
 from transformers import PreTrainedTokenizerBase
 
-from lit_align.data.loader import Replica, no_loaders
+from lit_align.data.loader import no_loaders
+from lit_align.data.module import ResumableDataModule
 from lit_align.data.preference import split_rows
 from lit_align.data.prompt_format import PromptFormat
 from lit_align.data.prompt_loader import PromptLoader
@@ -17,7 +18,7 @@ from lit_align.errors import UserError
 from lit_align.rollout import PromptStream, RolloutLoader, RolloutPlan
 
 
-class RolloutDataModule(L.LightningDataModule):
+class RolloutDataModule(ResumableDataModule):
     """Prompts, and how many of them and of their completions make an optimizer step.
 
     Any combination of the sizes works: `prompts_per_step * num_generations` completions are cut
@@ -87,7 +88,7 @@ class RolloutDataModule(L.LightningDataModule):
         val_max_rows: int | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(tokenizer)
         self.path = path
         self.split = split
         self.val_path = val_path
@@ -116,22 +117,7 @@ class RolloutDataModule(L.LightningDataModule):
         self.shuffle = shuffle
         self.max_rows = max_rows
         self.val_max_rows = val_max_rows
-        self._tokenizer = tokenizer
-        self._loader: RolloutLoader | None = None
-        self._loader_state: dict[str, Any] | None = None
         self._check()
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The one given, else that of the module in training."""
-        module = self.trainer.lightning_module if self.trainer else None
-        tokenizer = self._tokenizer or getattr(module, "tokenizer", None)
-        if tokenizer is None:
-            raise UserError(
-                "there is no tokenizer: RolloutDataModule(..., tokenizer=...) outside a Trainer or "
-                "with a module that has none"
-            )
-        return tokenizer
 
     def setup(self, stage: str | None = None) -> None:
         if not hasattr(self, "train_rows"):
@@ -145,7 +131,8 @@ class RolloutDataModule(L.LightningDataModule):
         if self._loader is None:
             self._loader = self._train_loader()
         self._restore()
-        return self._loader
+        loader: RolloutLoader = self._loader
+        return loader
 
     def _train_loader(self) -> RolloutLoader:
         trainer: Any = self.trainer
@@ -172,27 +159,6 @@ class RolloutDataModule(L.LightningDataModule):
         if self.val_rows is None:
             return no_loaders()
         return PromptLoader(self.val_rows, batch_size=self.val_batch_size, replica=self._replica())
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position of the training loader, and the rollout it is in.
-
-        Lightning also keeps what the loader itself says, but never gives it back to a loader that
-        was made early, as it is for a schedule that asks how many steps there will be.
-        """
-        return {} if self._loader is None else {"loader": self._loader.state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self.trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
-            return
-        self._loader_state = state_dict.get("loader")
-        # Under strategies that shard, checkpoints are read after such an early loader was made.
-        self._restore()
-
-    def _restore(self) -> None:
-        """Give a state that was loaded to the loader, as soon as both are there."""
-        if self._loader is not None and self._loader_state is not None:
-            self._loader.load_state_dict(self._loader_state)
-            self._loader_state = None
 
     def describe_plan(self, trainer: L.Trainer) -> str:
         """What a fit of this Trainer draws, how a step is put together, and what is rewarded."""
@@ -237,11 +203,6 @@ class RolloutDataModule(L.LightningDataModule):
         """Leave the Trainer as it was: other data may want another accumulation."""
         if self.trainer is not None and stage == TrainerFn.FITTING and hasattr(self, "_asked"):
             self.trainer.accumulate_grad_batches = self._asked
-
-    def _replica(self) -> Replica:
-        """Not the global rank: ranks that hold parts of one model must see the same rows."""
-        shared = self.trainer.distributed_sampler_kwargs if self.trainer else None
-        return Replica(**(shared or {}))
 
     def _rows(self) -> tuple[PromptRows, PromptRows | None]:
         """Prompts for training and validation."""

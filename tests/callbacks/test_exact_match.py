@@ -8,10 +8,11 @@ import torch
 from lightning import Callback
 
 from lit_align.callbacks import ExactMatch
-from lit_align.callbacks.exact_match import _end_ids, _until_end
+from lit_align.callbacks.exact_match import _until_end
 from lit_align.data import PreferenceDataModule
 from lit_align.modules import DPOModule
 from lit_align.resources import resource
+from lit_align.rollout import stop_token_ids
 
 ROWS = 24
 END = 2
@@ -144,7 +145,10 @@ def test_every_token_that_may_end_an_answer_is_known():
             tokenizer=SimpleNamespace(eos_token_id=of_tokenizer),
         )
 
-    assert _end_ids(module([4, 5], 6)) == {4, 5, 6}
-    assert _end_ids(module(4, 4)) == {4}
-    assert _end_ids(module(None, 6)) == {6}
-    assert _end_ids(module(None, None)) == set()
+    def ends(one):
+        return set(stop_token_ids(one.policy, one.tokenizer))
+
+    assert ends(module([4, 5], 6)) == {4, 5, 6}
+    assert ends(module(4, 4)) == {4}
+    assert ends(module(None, 6)) == {6}
+    assert ends(module(None, None)) == set()

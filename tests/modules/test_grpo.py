@@ -1,5 +1,7 @@
 """What a GRPO module refuses, and what becomes of groups that teach nothing."""
 
+import json
+
 import lightning as L
 import pytest
 import torch
@@ -11,7 +13,7 @@ from lit_align.losses import DPOConfig, GRPOConfig
 from lit_align.modules import DPOModule, GRPOModule
 from lit_align.resources import resource
 from lit_align.rewards import RewardSuite, in_process
-from lit_align.rollout import HuggingFaceEngine
+from lit_align.rollout import HuggingFaceEngine, ReplayEngine
 
 
 class Said(L.Callback):
@@ -36,7 +38,9 @@ def suite(function):
     return RewardSuite({"mine": in_process(function)})
 
 
-def run(policy, *, reward=digits, loss=None, data=None, max_steps=1, **options):
+def run(
+    policy, *, reward=digits, loss=None, data=None, max_steps=1, precision="32-true", **options
+):
     """One small fit; what was logged, and the module."""
     L.seed_everything(1, verbose=False)
     said = Said()
@@ -50,6 +54,7 @@ def run(policy, *, reward=digits, loss=None, data=None, max_steps=1, **options):
     datamodule = RolloutDataModule(Arithmetic(), **{**sizes, **(data or {})})
     trainer = L.Trainer(
         max_steps=max_steps,
+        precision=precision,
         accelerator="cpu",
         logger=False,
         log_every_n_steps=1,
@@ -259,6 +264,35 @@ def test_several_rewards_come_in_a_list_or_by_name(llama):
     assert module.loss == GRPOConfig("cispo")
     with pytest.raises(UserError, match=r"two rewards have one name \(digits, digits\)"):
         GRPOModule("tiny", reward=[digits, digits])
+
+
+def test_stop_tokens_of_ones_own_are_added(llama):
+    everything = tuple(range(300))
+    _, module = run(llama, sampling={"max_new_tokens": 6, "stop_token_ids": everything})
+    assert {len(sample.completion_ids) for sample in module.rollout.samples} == {1}
+
+
+def test_a_reference_that_nothing_compares_with_is_refused():
+    with pytest.raises(UserError, match=r"a reference was given, and beta is 0"):
+        GRPOModule("tiny", reward=suite(digits), reference="tiny")
+
+
+def test_half_precision_rounds_no_counts(llama):
+    """Above 256, bfloat16 has no odd numbers."""
+    sizes = {"prompts_per_step": 20, "num_generations": 5, "batch_size": 100}
+    said, module = run(llama, data=sizes, precision="bf16-true", filter_groups=False)
+    tokens = sum(len(sample.completion_ids) for sample in module.rollout.samples)
+    assert tokens > 256
+    assert said.batches[0]["window_tokens"].item() == tokens
+    assert said.batches[0]["advantages"].dtype == torch.float32
+
+
+def test_validation_asks_the_policy_also_where_training_replays(llama, tmp_path):
+    row = {"prompt_ids": [1], "completion_ids": [2], "sample": 0, "finish_reason": "stop"}
+    (tmp_path / "rollout-000000.jsonl").write_text(json.dumps(row))
+    module = GRPOModule(llama, reward=suite(digits), engine=ReplayEngine(tmp_path))
+    assert isinstance(module.val_engine, HuggingFaceEngine)
+    assert GRPOModule(llama, reward=suite(digits)).val_engine.is_live
 
 
 def test_lora_is_its_own_reference_and_keeps_no_copy(llama):
