@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --use-pe
 PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11; do \
 	$$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$name && break; done)
 
-.PHONY: help train test test-slow check notebooks
+.PHONY: help train test test-slow check notebooks docs
 .DELETE_ON_ERROR:
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo "make test-slow                the tests that take minutes"
 	@echo "make check                    both"
 	@echo "make notebooks                run every notebook and keep what it shows"
+	@echo "make docs                     write docs/losses.md and its plots"
 
 train: .venv/.train
 	@$(BIN)/python train.py $(ARGS)
@@ -35,6 +36,9 @@ check: test test-slow
 
 notebooks: .venv/.dev
 	$(BIN)/jupyter-execute --inplace notebooks/*.ipynb
+
+docs: .venv/.dev
+	$(BIN)/python docs/make_losses.py
 
 .venv/bin/pip:
 	@if [ -z "$(PYTHON)" ]; then echo "error: Python 3.11 or newer is needed; say where: make PYTHON=..." >&2; exit 1; fi

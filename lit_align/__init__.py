@@ -12,22 +12,28 @@ if TYPE_CHECKING:
     from lit_align.callbacks import ExactMatch as ExactMatch
     from lit_align.callbacks import Plan as Plan
     from lit_align.callbacks import ReferenceCache as ReferenceCache
+    from lit_align.callbacks import ReferenceRefresh as ReferenceRefresh
     from lit_align.callbacks import RolloutLog as RolloutLog
     from lit_align.callbacks import SavePolicy as SavePolicy
     from lit_align.callbacks import StopOnSignal as StopOnSignal
     from lit_align.callbacks import ValidateAtEnd as ValidateAtEnd
     from lit_align.data import PreferenceDataModule as PreferenceDataModule
     from lit_align.data import RolloutDataModule as RolloutDataModule
+    from lit_align.data import UnpairedDataModule as UnpairedDataModule
     from lit_align.errors import UserError as UserError
+    from lit_align.losses import CombinedConfig as CombinedConfig
     from lit_align.losses import DPOConfig as DPOConfig
     from lit_align.losses import GRPOConfig as GRPOConfig
+    from lit_align.losses import UnpairedConfig as UnpairedConfig
     from lit_align.modules import DPOModule as DPOModule
     from lit_align.modules import GRPOModule as GRPOModule
+    from lit_align.modules import UnpairedModule as UnpairedModule
     from lit_align.policies import PolicyRecipe as PolicyRecipe
     from lit_align.rewards import RewardSuite as RewardSuite
 
 _HOMES = {
     "BeforeAfter": "callbacks",
+    "CombinedConfig": "losses",
     "DPOConfig": "losses",
     "DPOModule": "modules",
     "ExactMatch": "callbacks",
@@ -37,11 +43,15 @@ _HOMES = {
     "PolicyRecipe": "policies",
     "PreferenceDataModule": "data",
     "ReferenceCache": "callbacks",
+    "ReferenceRefresh": "callbacks",
     "RewardSuite": "rewards",
     "RolloutDataModule": "data",
     "RolloutLog": "callbacks",
     "SavePolicy": "callbacks",
     "StopOnSignal": "callbacks",
+    "UnpairedConfig": "losses",
+    "UnpairedDataModule": "data",
+    "UnpairedModule": "modules",
     "UserError": "errors",
     "ValidateAtEnd": "callbacks",
 }

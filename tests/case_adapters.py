@@ -24,6 +24,8 @@ from lit_align.data.loader import PairLoader
 from lit_align.errors import UserError
 from lit_align.logprobs import response_logprobs
 from lit_align.losses import PREFERENCE_LOSSES, DPOConfig, TensorCache, compute_loss
+from lit_align.modules import DPOModule
+from lit_align.modules.pair_logps import PairLogps
 from lit_align.modules.window import window_mean
 from lit_align.ops import IGNORE_INDEX, completion_lengths, masked_mean, masked_sum
 
@@ -71,6 +73,40 @@ def a_row_without_tokens_is_0(case: Case) -> None:
     assert losses.isfinite().all()
     assert logprobs.grad.isfinite().all() == expected["all_finite"]
     same(case, logprobs.grad[1], expected["grad_row_1"])
+
+
+def ipo_reads_means_of_both_models(case: Case) -> None:
+    given, expected = case["input"], case["expected"]
+
+    def numbers(name: str) -> list[Tensor]:
+        values = [given[name.format(side)] for side in ("chosen", "rejected")]
+        return [torch.tensor([value]).double() for value in values]
+
+    lengths = [count.long() for count in numbers("{}_tokens")]
+    sums = zip(("chosen_logps", "rejected_logps"), numbers("ref_{}_sum"), strict=True)
+    module = DPOModule("unused", DPOConfig("ipo", beta=given["beta"]))
+    module.reference_cache = TensorCache(dict(sums))
+    logps = PairLogps(*numbers("policy_{}_sum"), *lengths)
+    losses = module.pair_loss({"index": torch.tensor([0])}, logps).losses
+    same(case, losses, [expected["loss"]])
+    assert abs(losses.item() - expected["value_of_the_bug"]) > 1
+
+
+def odds_of_confident_answers_are_finite(case: Case) -> None:
+    given, expected = case["input"], case["expected"]
+    dtype = getattr(torch, given["dtype"])
+    for n, pair in enumerate(given["pairs_avg_logps"]):
+        policy = [
+            torch.tensor([pair[side]], dtype=dtype, requires_grad=True)
+            for side in ("chosen", "rejected")
+        ]
+        losses, chosen, rejected = compute_loss(DPOConfig("orpo_odds_ratio"), {}, *policy)
+        found = {"log_odds": chosen - rejected, "or_loss": losses}
+        gradients = torch.autograd.grad(losses.sum(), policy)
+        assert all(part.isfinite().all() for part in (*found.values(), *gradients))
+        for name, values in found.items():
+            if expected[name][n] != "finite":
+                same(case, values, [expected[name][n]])
 
 
 def a_step_is_divided_by_its_whole_window(case: Case) -> None:
@@ -121,7 +157,7 @@ def gathered_results_go_by_id(case: Case) -> None:
         for n in given[f"indices_rank{rank}"]:
             for side in ("chosen_ids", "rejected_ids"):
                 computed[row_key([n], data[n][side])] = Scored(-(n + 1), len(data[n][side]))
-    cache = Responses(data).cache(computed, average=False, dtype=torch.float64)
+    cache = Responses(data).cache(computed, torch.float64)
     same(case, cache.tensors["chosen_logps"], expected["cache"])
     same(case, cache.tensors["rejected_logps"], expected["cache"])
 
@@ -185,6 +221,8 @@ def an_interrupted_epoch_goes_on_where_it_was(case: Case) -> None:
 ADAPTERS: dict[str, Callable[[Case], None]] = {
     "BC01": the_mask_is_shifted_like_the_targets,
     "BC02": a_row_without_tokens_is_0,
+    "BC03": ipo_reads_means_of_both_models,
+    "BC04": odds_of_confident_answers_are_finite,
     "BC08": a_step_is_divided_by_its_whole_window,
     "BC18": reference_rows_go_by_id,
     "BC19": gathered_results_go_by_id,
@@ -211,3 +249,7 @@ if find_spec("case_adapters_rewards"):
     from case_adapters_rewards import REWARDS_CASES
 
     ADAPTERS |= REWARDS_CASES
+if find_spec("case_adapters_unpaired"):
+    from case_adapters_unpaired import UNPAIRED_CASES
+
+    ADAPTERS |= UNPAIRED_CASES

@@ -53,13 +53,13 @@ def a_token_across_the_border_never_parts_the_prompts(case: Case) -> None:
         tokenizer(texts["prompt"] + texts["rejected"]).input_ids
         == (expected["joint_ids_of_rejected_to_avoid"])
     ), "the tokenizer does not merge as the case says"
-    for name, ids in (("chosen", kept.pair.chosen_ids), ("rejected", kept.pair.rejected_ids)):
-        whole = tokenizer.decode(kept.pair.prompt_ids + ids)
+    for name, ids in (("chosen", kept.ids.chosen_ids), ("rejected", kept.ids.rejected_ids)):
+        whole = tokenizer.decode(kept.ids.prompt_ids + ids)
         assert whole == texts["prompt"] + texts[name]
         # All of the answer is scored.
         assert tokenizer.decode(ids).endswith(texts[name])
     apart = tuple(expected[f"{name}_ids"] for name in texts)
-    assert kept.pair in (apart, moved_left(given["vocab_greedy_longest_match"], texts))
+    assert kept.ids in (apart, moved_left(given["vocab_greedy_longest_match"], texts))
 
 
 def moved_left(vocab: Mapping[str, int], texts: Mapping[str, str]) -> tuple[list[int], ...]:
@@ -135,15 +135,15 @@ def one_beginning_and_one_end(case: Case) -> None:
         [read_row({**plain, "chosen": text(plain_answer["completion"])})]
     )
     found = [
-        of_chat.pair.prompt_ids,
-        of_text.pair.prompt_ids,
-        of_chat.pair.chosen_ids,
-        of_text.pair.chosen_ids,
+        of_chat.ids.prompt_ids,
+        of_text.ids.prompt_ids,
+        of_chat.ids.chosen_ids,
+        of_text.ids.chosen_ids,
     ]
     assert found == case["expected"]["ids"]
     # And a text gets the beginning that the template writes in a conversation.
     [with_bos] = PairTokeniser(words(bos, eos))([read_row({**plain, "chosen": " t7"})])
-    assert with_bos.pair.prompt_ids == [bos, *without_bos["ids_without_special"]]
+    assert with_bos.ids.prompt_ids == [bos, *without_bos["ids_without_special"]]
 
 
 def a_shared_beginning_is_the_prompt(case: Case) -> None:

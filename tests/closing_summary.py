@@ -42,10 +42,13 @@ def summarise(reporter: pytest.TerminalReporter) -> None:
     if counts := outcomes(reporter, "golden"):
         # Heavy, and of no use to most runs.
         from golden_adapters import ADAPTERS, mapped_as
-        from golden_cases import FOLDER, load
+        from golden_cases import FOLDER, load, matches, read_not_offered
 
         counts = {name: counts[name] for name in ("passed", "failed", "overruled")}
-        names = [mapped_as(case) for case in load()]
+        absent = [row.pattern for row in read_not_offered()]
+        cases = [(mapped_as(case), matches(case.id, absent)) for case in load()]
+        counts["not offered"] = sum(is_absent for _, is_absent in cases)
+        names = [name for name, is_absent in cases if not is_absent]
         write(reporter, f"golden values of {FOLDER}", counts, _without(names, ADAPTERS))
     if counts := outcomes(reporter, "cases"):
         from case_adapters import ADAPTERS as CASE_ADAPTERS

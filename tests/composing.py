@@ -9,11 +9,14 @@ from hydra.utils import instantiate
 CONF = Path(__file__).parents[1] / "conf"
 # What an option leaves for the user to say.
 GIVEN = ["model.pretrained=tiny", "data.path=pairs.jsonl", "output_dir=run"]
+# Losses of pairs that bring a callback.
+REFRESHED = ["tr_dpo"]
 PRESETS = [
     "cispo",
     "clip_cov",
     "dapo",
     "dppo",
+    "dppo_kl",
     "dr_grpo",
     "gdpo",
     "gmpo",
@@ -30,6 +33,7 @@ PRESETS = [
     "pass_at_k",
     "reinforce_pp",
     "reinforce_pp_baseline",
+    "remax",
     "rloo",
     "sapo",
     "top_entropy",

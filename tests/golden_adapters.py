@@ -15,11 +15,13 @@ from golden_adapters_advantages import (
     ADVANTAGES_OVERRULED_WHERE,
     NAMED_BY,
 )
+from golden_adapters_combined import COMBINED_ADAPTERS
 from golden_adapters_e2e import E2E_ADAPTERS
 from golden_adapters_grpo_e2e import GRPO_E2E_ADAPTERS
 from golden_adapters_pairs import PAIRS_ADAPTERS, PAIRS_LEFT_OUT
 from golden_adapters_policy import POLICY_ADAPTERS, POLICY_LEFT_OUT, POLICY_NAMED_BY
 from golden_adapters_surrogates import SURROGATES_ADAPTERS, SURROGATES_LEFT_OUT
+from golden_adapters_unpaired import UNPAIRED_ADAPTERS
 from golden_adapters_weights import WEIGHTS_ADAPTERS, WEIGHTS_LEFT_OUT
 from golden_cases import Case, Result
 from golden_overruled_policy import POLICY_OVERRULED_WHERE
@@ -200,11 +202,13 @@ ADAPTERS: dict[str, Callable[[Case], Result]] = {
     "wpo__open_instruct": wpo_of_sums,
     "wpo__trl_no_clamp": wpo,
     **ADVANTAGES_ADAPTERS,
+    **COMBINED_ADAPTERS,
     **E2E_ADAPTERS,
     **GRPO_E2E_ADAPTERS,
     **PAIRS_ADAPTERS,
     **POLICY_ADAPTERS,
     **SURROGATES_ADAPTERS,
+    **UNPAIRED_ADAPTERS,
     **WEIGHTS_ADAPTERS,
 }
 

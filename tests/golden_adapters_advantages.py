@@ -225,6 +225,17 @@ def a_log_ratio_passes_10(case: Case) -> bool:
     return bool(above or below)
 
 
+def is_alone_at_a_position(case: Case) -> bool:
+    """Whether some position is reached by one completion of a group, and that has a reward."""
+    given, group = case.tensors(), group_of(case)
+    mask = given["response_mask"].bool()
+    rewarded = (given["token_level_rewards"].sum(-1) != 0).unsqueeze(-1) & mask
+    return any(
+        bool(rewarded[group == number][:, mask[group == number].sum(0) == 1].any())
+        for number in group.unique()
+    )
+
+
 def fewer_samples_than_k(case: Case) -> bool:
     return bool((torch.as_tensor(case.tensors()["num_samples"]) < case.params["k"]).any())
 
@@ -234,6 +245,8 @@ ADVANTAGES_OVERRULED_WHERE = {
     "group_norm_verl": a_group_has_one_member,
     "group_norm_verl_vectorized": a_group_nearly_agrees,
     "leave_one_out_verl_uneven": a_group_has_one_member,
+    "optimal_token_baseline": is_alone_at_a_position,
+    "tir_optimal_token_baseline": is_alone_at_a_position,
     "trl_token_mask": a_log_ratio_passes_10,
     "trl_token_truncate": a_log_ratio_passes_10,
     "unbiased_pass_at_k": fewer_samples_than_k,

@@ -40,7 +40,7 @@ def module_of(case: Case, config: GRPOConfig) -> GRPOModule:
     """With the weights of the model "old"."""
     module = GRPOModule(tiny_llama(case, "old"), config, reward=len)
     module.trainer = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
-    module.frozen.model = tiny_llama(case, "reference")
+    module.live_reference.model = tiny_llama(case, "reference")
     return module
 
 

@@ -9,14 +9,25 @@ from golden_adapters_e2e import e2e_dpo, e2e_training_trajectory
 from golden_cases import Case, Result
 from torch import Tensor
 
-from lit_align.losses import DPOConfig, PairLoss, TensorCache, compute_loss
+from lit_align.losses import (
+    RUNNING,
+    CombinedConfig,
+    DPOConfig,
+    PairLoss,
+    TensorCache,
+    UnpairedConfig,
+    compute_loss,
+    compute_unpaired_loss,
+    moments,
+    weighted_sum,
+)
 from lit_align.ops import masked_mean
 
 Adapter = Callable[[Case], Result]
 SIDES = ("chosen", "rejected")
 
 # The same knob under a second name; which loss it is, where its adapter says so.
-SYNONYMS = {"tau", "lambda", "cpo_alpha", "loss_type", "f_divergence_type"}
+SYNONYMS = {"tau", "cpo_alpha", "loss_type", "f_divergence_type"}
 RENAMED = {"alpha_official": "alpha"}
 DIVERGENCES = {"forward_kl": "dpo_forward_kl", "js_divergence": "dpo_js"}
 
@@ -106,6 +117,35 @@ def exo_official(case: Case) -> Result:
     return result(loss_of(args, logps), logps)
 
 
+def bco_running_mean(case: Case) -> Result:
+    """Each response by itself, with the mean over everything seen up to and with this batch."""
+    logps, args = case.tensors(), UnpairedConfig("bco", beta=case.params["beta"])
+    both = {
+        f"{model}_logps": torch.cat([logps[f"{model}_{side}_logps"] for side in SIDES])
+        for model in ("policy", "reference")
+    }
+    number = len(both["policy_logps"])
+    rows = {**both, "labels": torch.arange(number) < number // 2}
+    mean = RUNNING["delta"]
+    seen = moments(mean.values(args, compute_unpaired_loss(args, rows, both["policy_logps"])))
+    delta = mean.read(mean.after(mean.start, seen, args))
+    losses, rewards = compute_unpaired_loss(args, {**rows, "delta": delta}, both["policy_logps"])
+    chosen, rejected = rewards.chunk(2)
+    outputs = {"losses": losses, "loss": losses.mean(), "delta": delta}
+    outputs |= {"chosen_rewards": chosen, "rejected_rewards": rejected}
+    return Result(outputs, losses.mean(), logps)
+
+
+def sppo_soft(case: Case) -> Result:
+    """That code takes both responses' chances to win, which add up to 1 here."""
+    logps, params = case.tensors(), case.params
+    wins = torch.full_like(logps["policy_chosen_logps"], params["chosen_probs_win"])
+    lost = torch.full_like(wins, params["chosen_probs_lose"])
+    torch.testing.assert_close(wins + lost, torch.ones_like(wins))
+    args = DPOConfig("sppo_soft", beta=params["beta"])
+    return result(loss_of(args, logps, {"label_prob": wins}), logps)
+
+
 def dpo_alpha_of_trl(case: Case) -> Result:
     """TRL counts its coefficient from the other end."""
     logps, params = case.tensors(), case.params
@@ -125,6 +165,14 @@ def alphapo(case: Case) -> Result:
     return result(loss_of(args, logps), logps)
 
 
+def orpo_or_term(case: Case) -> Result:
+    """What others call beta is the weight of the term."""
+    logps = case.tensors()
+    args = CombinedConfig({"orpo_odds_ratio": {"weight": case.params["beta"]}})
+    ((name, term),) = args.terms.items()
+    return result(weighted_sum(args, {name: loss_of(term.config, logps)}), logps)
+
+
 PAIRS_ADAPTERS: dict[str, Adapter] = {
     "alphapo": alphapo,
     "aot": of_logps("aot"),
@@ -132,7 +180,8 @@ PAIRS_ADAPTERS: dict[str, Adapter] = {
     "apo_down": of_logps("apo_down"),
     "apo_zero": of_logps("apo_zero"),
     "bco_pair": of_logps("bco_pair"),
-    "cpo": of_logps("cpo"),
+    "bco_running_mean": bco_running_mean,
+    "cpo": of_logps("cpo_preference"),
     "cpo_hinge": of_logps("hinge", "label_smoothing"),
     "cpo_ipo": of_logps("ipo", "label_smoothing"),
     "discopop": of_logps("discopop"),
@@ -159,13 +208,14 @@ PAIRS_ADAPTERS: dict[str, Adapter] = {
     "ipo_avg__halos_nonzero_count": of_tokens("ipo"),
     "ipo_sum": of_logps("ipo_sum"),
     "nca_pair": of_logps("nca_pair"),
-    "orpo_or_term": of_logps("orpo"),
-    "orpo_or_term__official_code": of_logps("orpo"),
-    "orpo_or_term__trl_f32": of_logps("orpo"),
+    "orpo_or_term": orpo_or_term,
+    "orpo_or_term__official_code": orpo_or_term,
+    "orpo_or_term__trl_f32": orpo_or_term,
     "robust": of_logps("robust"),
     "sft_term": of_tokens("sft"),
     "simpo_hinge": of_logps("simpo_hinge"),
-    "slic_hf_calibration": of_logps("slic_hf"),
+    "slic_hf_calibration": of_logps("slic_calibration"),
     "sppo_hard": of_logps("sppo_hard"),
     "sppo_hard__official_code": of_logps("sppo_hard", "chosen_probs_win", "chosen_probs_lose"),
+    "sppo_soft__official_code": sppo_soft,
 }

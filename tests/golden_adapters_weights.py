@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from golden_adapters_advantages import UNBOUNDED, group_of, nothing_outside, of_groups, weights_of
 from golden_cases import Case, Result
+from small_samples import sample
 from torch import Tensor
 
 from lit_align.errors import UserError
 from lit_align.losses import (
     FILTERS,
+    GRPOConfig,
     best_of_group,
     best_of_group_std,
     gdpo,
@@ -23,12 +25,14 @@ from lit_align.losses import (
     leave_one_out,
     leave_one_out_normalised,
     length_weighted,
+    optimal_token_baseline,
     reinforce_pp,
     reinforce_pp_baseline,
     remax,
 )
 from lit_align.losses.advantages import batch_std
 from lit_align.losses.reward_table import RewardTable, deviation
+from lit_align.modules.advantages import shaped_rewards
 from lit_align.rewards import RewardSuite, in_process
 
 Adapter = Callable[[Case], Result]
@@ -82,6 +86,29 @@ def whitened_baseline(ddof: int) -> Adapter:
 def of_remax(case: Case) -> Result:
     found = remax(rewards_of(case), case.tensors()["reward_baselines"])
     return Result({"advantages": over_tokens(found, case)})
+
+
+def of_positions(case: Case) -> Result:
+    given = case.tensors()
+    found = optimal_token_baseline(
+        rewards_of(case),
+        group_of(case),
+        given["old_log_probs"],
+        given["sum_pi_squared"].log(),
+        given["response_mask"].bool(),
+    )
+    return Result({"advantages": found})
+
+
+def kl_in_the_reward(case: Case) -> Result:
+    given, beta = case.tensors(), case.params["kl_coeff"]
+    loss = GRPOConfig(advantage="group_mean", kl_in="reward", kl_estimator="k1", beta=beta)
+    columns = (given[name].tolist() for name in ("scores", "logprobs", "ref_logprobs"))
+    samples = [
+        sample(0, number, reward=reward, old_logprobs=old, ref_logprobs=ref)
+        for number, (reward, old, ref) in enumerate(zip(*columns, strict=True))
+    ]
+    return Result({"rewards": shaped_rewards(loss, samples)})
 
 
 def of_lengths(case: Case) -> Result:
@@ -261,6 +288,7 @@ WEIGHTS_ADAPTERS: dict[str, Adapter] = {
     "group_mean_std": mean_and_deviation,
     "grpo_passk": of_the_best,
     "icepop_verl_sequence": verl_icepop_sequence,
+    "kl_shaped_rewards": kl_in_the_reward,
     "leave_one_out_normalized": of_groups(leave_one_out_normalised),
     "multi_reward_rloo": of_sums(leave_one_out),
     "multi_reward_sum_then_normalize": of_sums(group_mean_std),
@@ -288,7 +316,9 @@ WEIGHTS_ADAPTERS: dict[str, Adapter] = {
     "reinforce_plus_plus_baseline_verl": whitened_baseline(1),
     "reinforce_plus_plus_openrlhf": whitened(0),
     "reinforce_plus_plus_verl": whitened(1),
+    "optimal_token_baseline": of_positions,
     "remax": of_remax,
+    "tir_optimal_token_baseline": of_positions,
     "trl_nan_rewards": trl_nan_rewards,
     "trl_sequence_mask": trl_sequence_mask,
     "verl_rejection_mask": verl_rejection,

@@ -66,6 +66,13 @@ class Overruled(NamedTuple):
     reason: str
 
 
+class NotOffered(NamedTuple):
+    """Cases of something that is not here, and why."""
+
+    pattern: str
+    reason: str
+
+
 def load() -> list[Case]:
     """Every case of every file, in the order of the files."""
     files = [json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))]
@@ -73,16 +80,27 @@ def load() -> list[Case]:
 
 
 def read_overruled() -> list[Overruled]:
-    """The table of DISAGREEMENTS.md: three columns, code in backquotes."""
-    rows = []
-    for line in (HERE / "DISAGREEMENTS.md").read_text().splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if line.startswith("| `"):
-            pattern, differs_in, reason = cells
-            rows.append(
-                Overruled(pattern.strip("`"), tuple(re.findall("`(.+?)`", differs_in)), reason)
-            )
-    return rows
+    """The first table of DISAGREEMENTS.md: three columns, code in backquotes."""
+    return [
+        Overruled(pattern.strip("`"), tuple(re.findall("`(.+?)`", differs_in)), reason)
+        for pattern, differs_in, reason in _table(columns=3)
+    ]
+
+
+def read_not_offered() -> list[NotOffered]:
+    """The second one: two columns."""
+    return [NotOffered(pattern.strip("`"), reason) for pattern, reason in _table(columns=2)]
+
+
+def _table(columns: int) -> list[list[str]]:
+    """The cells of the rows of that table of DISAGREEMENTS.md that has so many columns."""
+    lines = (HERE / "DISAGREEMENTS.md").read_text().splitlines()
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in lines
+        if line.startswith("| `")
+    ]
+    return [cells for cells in rows if len(cells) == columns]
 
 
 def tensor(value: Any) -> Any:

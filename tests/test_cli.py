@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from lit_align import cli
 from lit_align.cli import errors
 from lit_align.cli import train as verb
+from lit_align.cli.aliases import with_our_names
 from lit_align.cli.outcome import Outcome
 from lit_align.cli.process import TERMINATED, left_as_found
 from lit_align.cli.run import optimized
@@ -134,6 +135,41 @@ def test_completion_does_not_wait_for_torch(elsewhere):
     assert command(sys.executable, "-c", code)[0] == 0
 
 
+# --- names of other projects
+
+
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        (["loss=sigmoid"], ["loss=dpo"]),
+        (["loss=sigmoid_norm", "loss.beta=2"], ["loss=dpo_norm", "loss.beta=2"]),
+        (["-m", "loss=sigmoid,ipo,sigmoid_norm"], ["-m", "loss=dpo,ipo,dpo_norm"]),
+        (["loss=choice(sigmoid, simpo)"], ["loss=choice(dpo, simpo)"]),
+        (["loss=sigmoidal"], ["loss=sigmoidal"]),
+        (["model.pretrained=sigmoid"], ["model.pretrained=sigmoid"]),
+        (["loss.loss_type=sigmoid"], ["loss.loss_type=sigmoid"]),
+        ([], []),
+    ],
+)
+def test_a_loss_is_chosen_by_the_name_of_another_project(given, ours):
+    assert with_our_names(given) == ours
+
+
+@pytest.mark.parametrize("flag", [["--config-dir", "mine"], ["--config-dir=mine"], ["-cd", "mine"]])
+def test_a_file_of_the_user_s_own_keeps_its_name(elsewhere, flag):
+    Path("mine/loss").mkdir(parents=True)
+    Path("mine/loss/sigmoid.yaml").touch()
+    given = [*flag, "loss=sigmoid,sigmoid_norm"]
+    assert with_our_names(given) == [*flag, "loss=sigmoid,dpo_norm"]
+
+
+def test_a_run_of_an_alias_is_that_of_the_loss(lit_align):
+    _, ours, _ = lit_align("loss=dpo", "--cfg", "job")
+    _, theirs, _ = lit_align("loss=sigmoid", "--cfg", "job")
+    assert ours == theirs
+    assert "loss_type: dpo\n" in ours
+
+
 # --- mistakes
 
 
@@ -145,6 +181,13 @@ def test_completion_does_not_wait_for_torch(elsewhere):
         (["lss=dpo"], "no key 'lss'; did you mean loss?"),
         (["+loss.betta=1"], "loss 'dpo' takes beta, label_smoothing, not betta"),
         (["loss.beta=-1"], "beta must be"),
+        (["loss=simpo", "loss.simpo_gamma=1"], "simpo_gamma is beta * gamma_beta_ratio of loss=s"),
+        (["loss=simpo", "+loss.simpo_gamma=1"], "simpo_gamma is beta * gamma_beta_ratio of loss=s"),
+        (["loss=mpo", "loss.beta=1"], "no key 'loss.beta'"),
+        (["loss=mpo", "+loss.beta=1"], "a sum of losses takes terms alone, not beta"),
+        (["loss=mpo", "loss.terms.sft.weight=0"], "leave it out (~loss.terms.sft)"),
+        (["loss.loss_type=[sigmoid,sft]"], "a sum of losses is CombinedConfig("),
+        (["loss=wpo", "+loss.wpo=sampled"], "loss 'wpo' has these weights without the option wpo"),
         (["+trainer.stepz=1"], "unexpected keyword argument 'stepz'"),
         (["trainer.precision=33"], "precision"),
         (["data=preference"], "set data.path=..."),

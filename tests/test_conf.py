@@ -9,7 +9,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
-from composing import CONF, PRESETS, built, composed, hydra_conf, names
+from composing import CONF, PRESETS, REFRESHED, built, composed, hydra_conf, names
 from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
@@ -19,9 +19,22 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleD
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
 
-from lit_align import DPOConfig, PolicyRecipe, PreferenceDataModule
+from lit_align import (
+    DPOConfig,
+    PolicyRecipe,
+    PreferenceDataModule,
+    ReferenceRefresh,
+    UnpairedDataModule,
+)
 from lit_align.data import Arithmetic, HeldOutArithmetic, HeldOutReasoningGym, ReasoningGym
-from lit_align.losses import PREFERENCE_LOSSES, GRPOConfig
+from lit_align.losses import (
+    COMBINATIONS,
+    PREFERENCE_LOSSES,
+    UNPAIRED_LOSSES,
+    CombinedConfig,
+    GRPOConfig,
+    UnpairedConfig,
+)
 from lit_align.modules.sharding import FullyShardedStrategy
 from lit_align.rollout import Sampling
 
@@ -34,6 +47,7 @@ ALSO = {
     "data=prompts": ["loss=dapo", "reward=gsm8k"],
     "data=reasoning_gym": ["loss=dapo"],
     "module=grpo": ["loss=dapo"],
+    "module=unpaired": ["loss=kto"],
     "rollout=huggingface": ["loss=dapo"],
     "rollout=replay": ["loss=dapo", "rollout.path=rollouts"],
     "rows=prompts": ["loss=dapo"],
@@ -61,7 +75,8 @@ def group_options():
 def test_every_option_composes_and_resolves(option):
     if option == "hparams_search=optuna" and "optuna" not in sweepers():
         pytest.skip("needs lit-align[sweep]")
-    also = ["loss=dapo"] if option.startswith("reward=") else ALSO.get(option, [])
+    of_policies = option.startswith(("reward=", "correction="))
+    also = ["loss=dapo"] if of_policies else ALSO.get(option, [])
     cfg = composed(option, *also)
     OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     built(cfg.data)
@@ -79,7 +94,9 @@ def sweepers():
 
 
 def test_every_loss_has_a_file_and_every_file_a_loss():
-    assert names("loss") == sorted([*PREFERENCE_LOSSES, *PRESETS])
+    assert names("loss") == sorted(
+        [*PREFERENCE_LOSSES, *COMBINATIONS, *REFRESHED, *UNPAIRED_LOSSES, *PRESETS]
+    )
 
 
 @pytest.mark.parametrize("name", PREFERENCE_LOSSES)
@@ -102,12 +119,79 @@ def test_a_loss_file_says_where_a_value_comes_from(name):
     assert differs <= {("alignment", "sampled")}
 
 
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_a_sum_of_losses_is_written_out_as_python_knows_it(name):
+    node = OmegaConf.load(CONF / "loss" / f"{name}.yaml")
+    assert keys(node) == ["terms"]
+    assert built(node) == CombinedConfig.named(name)
+    for term, options in node.terms.items():
+        assert list(options) == ["weight", *PREFERENCE_LOSSES[term].hyperparameters]
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_a_sum_of_losses_says_where_a_value_comes_from(name):
+    text = (CONF / "loss" / f"{name}.yaml").read_text()
+    assert re.search(r"arXiv:\d{4}\.\d{5}", text.splitlines()[0])
+    for term, options in OmegaConf.load(CONF / "loss" / f"{name}.yaml").terms.items():
+        written = text.split(f"  {term}:\n")[1]
+        for key, hyperparameter in PREFERENCE_LOSSES[term].hyperparameters.items():
+            explained = re.search(rf"^    {key}:[^#\n]+# \S", written, re.MULTILINE)
+            assert explained or options[key] == hyperparameter.default, (term, key)
+    assert re.search(r"weight: [\d.]+  # \S", text)
+
+
+def test_the_command_line_changes_leaves_out_and_adds_terms():
+    mpo = built(composed("loss=mpo", "loss.terms.dpo.beta=0.3", "loss.terms.sft.weight=2").loss)
+    assert mpo.terms["dpo"].config == DPOConfig("dpo", beta=0.3)
+    assert mpo.terms["sft"].weight == 2
+    orpo = composed("loss=orpo", "~loss.terms.sft_whole", "+loss.terms.sft.weight=1").loss
+    assert list(built(orpo).terms) == ["orpo_odds_ratio", "sft"]
+
+
+def test_any_loss_of_pairs_takes_the_weights_of_wpo():
+    ipo = built(composed("loss=ipo", "+loss.wpo=sampled", "data=preference").loss)
+    assert ipo == DPOConfig("ipo", wpo="sampled")
+    rpo = built(composed("loss=rpo", "+loss.terms.dpo.wpo=greedy").loss)
+    assert rpo.alignment_kind == "greedy"
+
+
+@pytest.mark.parametrize("name", REFRESHED)
+def test_a_loss_whose_reference_moves_brings_the_callback(name):
+    cfg = composed(f"loss={name}")
+    assert isinstance(built(cfg.callbacks.reference_refresh), ReferenceRefresh)
+    assert cfg.callbacks.keys() == {*composed().callbacks, "reference_refresh"}
+    # Rewards are of the reference of the moment; what the policy itself prefers is not.
+    assert cfg.callbacks.save_policy.best == "val/ranking_accuracies"
+    assert list(composed(f"loss={name}", "callbacks=none").callbacks) == ["reference_refresh"]
+    config = built(cfg.loss)
+    assert isinstance(config, DPOConfig)
+    assert set(keys(cfg.loss)) == config.as_dict().keys()
+
+
+def test_the_callback_file_has_the_defaults_of_the_callback():
+    node = OmegaConf.load(CONF / "callbacks/reference_refresh.yaml").reference_refresh
+    defaults = {name: p.default for name, p in signature(ReferenceRefresh).parameters.items()}
+    assert {key: node[key] for key in keys(node)} == defaults
+
+
+@pytest.mark.parametrize("name", UNPAIRED_LOSSES)
+def test_a_loss_of_labelled_completions_is_written_out_with_the_origin_of_each_value(name):
+    text = (CONF / "loss" / f"{name}.yaml").read_text()
+    assert re.search(r"arXiv:\d{4}\.\d{5}", text.splitlines()[1])
+    node = OmegaConf.load(CONF / "loss" / f"{name}.yaml").loss
+    assert keys(node) == ["loss_type", *UNPAIRED_LOSSES[name].hyperparameters]
+    for key in UNPAIRED_LOSSES[name].hyperparameters:
+        assert re.search(rf"^  {key}:[^#\n]+# \S", text, re.MULTILINE), key
+    assert built(node) == UnpairedConfig(name)
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_sets_every_axis_and_exactly_the_hyperparameters_of_its_choices(name):
     config = built(composed(f"loss={name}").loss)
     assert isinstance(config, GRPOConfig)
     written = composed(f"loss={name}").loss
-    assert {key for key in written if written[key] is not None} <= {"_target_", *config.as_dict()}
+    known = {"_target_", "max_completion_length", *config.as_dict()}
+    assert {key for key in written if written[key] is not None} <= known
     assert config.as_dict().keys() <= written.keys()
 
 
@@ -187,6 +271,18 @@ def test_the_bundled_sums_are_pairs_or_prompts_as_the_module_wants_them():
     assert sets_all_but_the_tokenizer(prompts)
 
 
+def test_files_of_pairs_are_taken_apart_for_a_loss_of_labelled_completions():
+    given = ["loss=kto", "data.path=pairs.jsonl"]
+    split, labelled = (
+        compose("train", overrides=[*given, f"data={n}"]).data for n in ("preference", "unpaired")
+    )
+    assert split == labelled
+    assert get_class(split._target_) is UnpairedDataModule
+    bundled = compose("train", overrides=["loss=kto"]).data
+    assert get_class(bundled._target_) is UnpairedDataModule
+    assert sets_all_but_the_tokenizer(bundled)
+
+
 def test_the_bundled_data_is_there_by_itself():
     pairs, prompts = (
         built(compose("train", overrides=[f"loss={n}"]).data) for n in ("dpo", "dapo")
@@ -203,7 +299,7 @@ def test_the_options_of_a_task_reach_its_held_out_questions():
     assert data.val_path == HeldOutReasoningGym(data.path, size=200)
 
 
-@pytest.mark.parametrize("loss", ["dpo", "dapo"])
+@pytest.mark.parametrize("loss", ["dpo", "dapo", "kto"])
 def test_the_module_file_sets_every_argument_but_the_tokenizer(loss):
     assert sets_all_but_the_tokenizer(composed(f"loss={loss}").module)
 

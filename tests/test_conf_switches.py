@@ -6,7 +6,7 @@ from hydra import compose
 from hydra.errors import ConfigCompositionException
 
 from lit_align.data import HeldOutArithmetic
-from lit_align.losses import PREFERENCE_LOSSES
+from lit_align.losses import PREFERENCE_LOSSES, UNPAIRED_LOSSES
 
 __all__ = ["hydra_conf"]  # a fixture that all tests here use
 
@@ -44,6 +44,12 @@ PROMPTS = {
 @pytest.mark.parametrize("name", PREFERENCE_LOSSES)
 def test_a_preference_loss_brings_no_reward_and_no_engine(name):
     assert choices(f"loss={name}") == PAIRS
+
+
+@pytest.mark.parametrize("name", UNPAIRED_LOSSES)
+def test_a_loss_of_labelled_completions_switches_module_and_data(name):
+    switched = {"module": "UnpairedModule", "data": "UnpairedDataModule", "loss": "UnpairedConfig"}
+    assert choices(f"loss={name}") == {**PAIRS, **switched}
 
 
 @pytest.mark.parametrize("name", PRESETS)

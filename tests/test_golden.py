@@ -11,13 +11,22 @@ import pytest
 import torch
 from golden_adapters import ADAPTERS, LEFT_OUT, OVERRULED_WHERE, mapped_as
 from golden_adapters_e2e import tiny_llama
-from golden_cases import FOLDER, HERE, differences, load, matches, read_overruled
+from golden_cases import (
+    FOLDER,
+    HERE,
+    differences,
+    load,
+    matches,
+    read_not_offered,
+    read_overruled,
+)
 
 pytestmark = pytest.mark.golden
 
 CASES = load()
 MAPPED = [case for case in CASES if mapped_as(case) in ADAPTERS]
 OVERRULED = read_overruled()
+NOT_OFFERED = read_not_offered()
 
 
 def overruled_by(case):
@@ -25,6 +34,18 @@ def overruled_by(case):
     if not OVERRULED_WHERE.get(case.variant, lambda _: True)(case):
         return None
     return next((row for row in OVERRULED if fnmatchcase(case.id, row.pattern)), None)
+
+
+@pytest.mark.parametrize("row", NOT_OFFERED, ids=[row.pattern for row in NOT_OFFERED])
+def test_what_is_not_offered_is_said_of_cases_that_nothing_answers(row, record_property):
+    record_property("golden", "not offered")
+    spoken_of = [case for case in CASES if fnmatchcase(case.id, row.pattern)]
+    if not spoken_of and FOLDER != HERE:
+        pytest.skip("this folder has no such cases")
+    assert spoken_of, f"stale line of DISAGREEMENTS.md: no case matches {row.pattern}"
+    answered = [case.id for case in spoken_of if mapped_as(case) in ADAPTERS]
+    assert not answered, f"stale line of DISAGREEMENTS.md: {row.pattern} is offered"
+    assert len(row.reason) > 40
 
 
 @pytest.mark.parametrize("case", MAPPED, ids=[case.id for case in MAPPED])
@@ -50,7 +71,8 @@ def test_the_folder_holds_whole_files(record_property):
 
 def test_every_line_of_the_disagreements_says_where_and_why():
     lines = (HERE / "DISAGREEMENTS.md").read_text().splitlines()
-    assert len(OVERRULED) == sum(line.startswith("|") for line in lines) - 2
+    heads = 2 + 2
+    assert len(OVERRULED) + len(NOT_OFFERED) == sum(line.startswith("|") for line in lines) - heads
     for row in OVERRULED:
         assert row.differs_in, row.pattern
         assert len(row.reason) > 40, row.pattern

@@ -4,6 +4,7 @@ from lit_align.callbacks.before_after import BeforeAfter
 from lit_align.callbacks.exact_match import ExactMatch
 from lit_align.callbacks.plan import Plan, StepProgressBar
 from lit_align.callbacks.reference_cache import ReferenceCache
+from lit_align.callbacks.reference_refresh import ReferenceRefresh
 from lit_align.callbacks.rollout_log import RolloutLog
 from lit_align.callbacks.save_policy import SavePolicy
 from lit_align.callbacks.stop_on_signal import StopOnSignal
@@ -14,6 +15,7 @@ __all__ = [
     "ExactMatch",
     "Plan",
     "ReferenceCache",
+    "ReferenceRefresh",
     "RolloutLog",
     "SavePolicy",
     "StepProgressBar",

@@ -1,29 +1,30 @@
 """Whether the policy, left to answer by itself, gives the preferred answer word for word."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from itertools import islice
 
 import lightning as L
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from lit_align.callbacks.attached import dpo_module, preference_data
+from lit_align.callbacks.attached import answered_data, comparing_module
 from lit_align.errors import UserError
-from lit_align.modules import DPOModule
 from lit_align.modules.inference import inference
+from lit_align.modules.policy import PolicyModule
 from lit_align.modules.ranks import from_all_ranks, is_sharded, turns
 from lit_align.rollout import stop_token_ids
 
+Answered = tuple[list[int], list[int]]  # ids of a prompt and of the answer that is wanted
 _INSTEAD = "a GRPOModule logs val/pass@1 in its place"
 
 
 class ExactMatch(L.Callback):
     """Logs `val/exact_match`: the share of prompts whose greedy answer is the chosen one.
 
-    It is measured at each validation, and before training if Lightning's sanity check runs over
-    the whole validation set. A policy can learn to rank answers and forget how to give them; this
-    number shows it.
+    Of labelled completions that is a desirable one. It is measured at each validation, and before
+    training if Lightning's sanity check runs over the whole validation set. A policy can learn to
+    rank answers and forget how to give them; this number shows it.
 
     Args:
         rows: how many validation rows, the first ones; None: all.
@@ -46,14 +47,15 @@ class ExactMatch(L.Callback):
         self.max_new_tokens = max_new_tokens
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        dpo_module(pl_module, self, _INSTEAD)
+        comparing_module(pl_module, self, _INSTEAD)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.sanity_checking and trainer.num_sanity_val_steps != float("inf"):
             return
-        module = dpo_module(pl_module, self, _INSTEAD)
-        rows = preference_data(trainer, self).val_rows
-        picked = [rows[position] for position in range(min(self.rows or len(rows), len(rows)))]
+        module = comparing_module(pl_module, self, _INSTEAD)
+        picked = list(islice(answered_data(trainer, self).val_rows.answers(), self.rows))
+        if not picked:  # labelled completions, none of them desirable
+            return
         batches = [picked[i : i + self.batch_size] for i in range(0, len(picked), self.batch_size)]
         hits = answers = 0
         with inference(trainer, module.policy):
@@ -65,20 +67,20 @@ class ExactMatch(L.Callback):
         all_hits, all_answers = (sum(column) for column in zip(*shares, strict=True))
         pl_module.log("val/exact_match", all_hits / all_answers, sync_dist=True)
 
-    def _matches(self, module: DPOModule, rows: Sequence[Mapping[str, Any]]) -> list[bool]:
-        """Per row, whether the greedy answer is the chosen one, up to where either ends."""
+    def _matches(self, module: PolicyModule, rows: Sequence[Answered]) -> list[bool]:
+        """Per row, whether the greedy answer is the wanted one, up to where either ends."""
         ends = set(stop_token_ids(module.policy, module.tokenizer))
-        wanted = [_until_end(row["chosen_ids"], ends) for row in rows]
+        wanted = [_until_end(answer, ends) for _, answer in rows]
         # No answer that is longer than all of these can be right.
         length = max(map(len, wanted))
         if self.max_new_tokens is not None:
             length = min(length, self.max_new_tokens)
-        given = _greedy(module, [row["prompt_ids"] for row in rows], ends, length)
+        given = _greedy(module, [prompt for prompt, _ in rows], ends, length)
         return [_until_end(a, ends) == b for a, b in zip(given, wanted, strict=True)]
 
 
 def _greedy(
-    module: DPOModule, prompts: Sequence[Sequence[int]], ends: set[int], length: int
+    module: PolicyModule, prompts: Sequence[Sequence[int]], ends: set[int], length: int
 ) -> list[list[int]]:
     """The likeliest next token, again and again, after each prompt: ids of the answers."""
     pad = module.tokenizer.pad_token_id

@@ -12,15 +12,15 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.utils.data import ConcatDataset
 
-from lit_align.callbacks.attached import dpo_module, preference_data
+from lit_align.callbacks.attached import answered_data, comparing_module
 from lit_align.callbacks.reference_build import Writer, build
 from lit_align.callbacks.reference_check import check_start
-from lit_align.callbacks.reference_rows import Responses
+from lit_align.callbacks.reference_rows import Responses, Rows
 from lit_align.callbacks.reference_source import ReferenceSource, floating_dtype
 from lit_align.callbacks.reference_store import ReferenceStore, Scored
 from lit_align.data.cache import cache_root
 from lit_align.errors import UserError
-from lit_align.modules import DPOModule
+from lit_align.modules.comparing import ComparingModule
 from lit_align.modules.ranks import from_all_ranks
 
 _INSTEAD = "a GRPOModule keeps the reference's log-probs in its rollouts"
@@ -30,9 +30,10 @@ class ReferenceCache(L.Callback):
     """Gives the module the reference's log-probs of all rows before the first step.
 
     Only responses that no earlier run has asked the same reference about are computed; a loss that
-    reads no reference costs nothing. The numbers do not depend on the loss, on hyperparameters or
-    on the number of ranks, so a sweep computes them once. At the first step the policy is compared
-    with its reference: a run that does not start from it ends there and says what may be wrong.
+    reads no reference costs nothing, nor does one whose reference moves (`ReferenceRefresh`). The
+    numbers do not depend on the loss, on hyperparameters or on the number of ranks, so a sweep
+    computes them once. At the first step the policy is compared with its reference: a run that does
+    not start from it ends there and says what may be wrong.
 
     Args:
         folder: shared by runs (and by nodes); None: `reference` in the cache folder of lit_align.
@@ -52,7 +53,7 @@ class ReferenceCache(L.Callback):
         self._check_pending = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        dpo_module(pl_module, self, _INSTEAD)
+        comparing_module(pl_module, self, _INSTEAD)
         self.store = self._resumed_key = None
         self._check_pending = False
         # One that is older than this run may be of weights that have moved since.
@@ -67,16 +68,16 @@ class ReferenceCache(L.Callback):
         self._refuse_another_reference()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        module = dpo_module(pl_module, self, _INSTEAD)
-        if module.loss.variant.reads_reference:
-            rows = preference_data(trainer, self).rows_of_fit()
-            source = self._provide(trainer, module, Responses(ConcatDataset(rows)))
+        module = comparing_module(pl_module, self, _INSTEAD)
+        if _is_asked_for(module):
+            rows = answered_data(trainer, self).rows_of_fit()
+            source = self._provide(trainer, module, ConcatDataset(rows))
             self._check_pending = source.is_start_of_training
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        module = dpo_module(pl_module, self, _INSTEAD)
-        if module.loss.variant.reads_reference and trainer.state.fn == TrainerFn.VALIDATING:
-            self._provide(trainer, module, Responses(preference_data(trainer, self).val_rows))
+        module = comparing_module(pl_module, self, _INSTEAD)
+        if _is_asked_for(module) and trainer.state.fn == TrainerFn.VALIDATING:
+            self._provide(trainer, module, answered_data(trainer, self).val_rows)
 
     def on_train_batch_start(
         self,
@@ -91,7 +92,7 @@ class ReferenceCache(L.Callback):
         if not pending:
             return
         assert self.store is not None
-        module = dpo_module(pl_module, self, _INSTEAD)
+        module = comparing_module(pl_module, self, _INSTEAD)
         faults = from_all_ranks(trainer, check_start(trainer, module, batch))
         if fault := next(filter(None, faults), None):
             raise UserError(
@@ -101,10 +102,9 @@ class ReferenceCache(L.Callback):
                 "were made with; attention that is not deterministic"
             )
 
-    def _provide(
-        self, trainer: L.Trainer, module: DPOModule, responses: Responses
-    ) -> ReferenceSource:
+    def _provide(self, trainer: L.Trainer, module: ComparingModule, rows: Rows) -> ReferenceSource:
         """Set `module.reference_cache`, computing what no run has computed before."""
+        responses = Responses(rows, module.asked_sides, module.reads_heads)
         source = ReferenceSource(trainer, module, fingerprint_is_new=self._fingerprint_is_new)
         self.store = ReferenceStore(self._root(), source.identity)
         self._refuse_another_reference()
@@ -126,8 +126,7 @@ class ReferenceCache(L.Callback):
                 f"the reference cache {self._root()} holds different rows on different ranks: "
                 "choose a folder that all nodes share"
             )
-        average = module.loss.variant.average_logps
-        module.reference_cache = responses.cache(known, average=average, dtype=dtype)
+        module.reference_cache = responses.cache(known, dtype)
         return source
 
     def _compute(
@@ -140,7 +139,8 @@ class ReferenceCache(L.Callback):
     ) -> dict[bytes, Scored]:
         """Entries of all `keys`, each rank having computed its share of them."""
         assert self.store is not None
-        size = self.batch_size or 2 * preference_data(trainer, self).batch_size
+        rows = answered_data(trainer, self).batch_size
+        size = self.batch_size or len(source.module.asked_sides) * rows
         absent = [responses.by_key[key] for key in keys]
         batches = [absent[i : i + size] for i in range(0, len(absent), size)]
         writer = Writer(self.store, dtype)
@@ -164,3 +164,8 @@ class ReferenceCache(L.Callback):
             "says what each is). The model it started from, its dtype, precision or attention has "
             "changed: set them as they were"
         )
+
+
+def _is_asked_for(module: ComparingModule) -> bool:
+    """Whether the loss reads a reference that stays where it is."""
+    return module.loss.reads_reference and module.live_reference is None

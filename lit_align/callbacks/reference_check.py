@@ -6,15 +6,14 @@ not use, dropout in the reference, an adapter that was not fresh, means compared
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import lightning as L
 import torch
 from torch import Tensor
 
 from lit_align.callbacks.reference_source import floating_dtype
-from lit_align.modules import DPOModule
-from lit_align.modules.dpo import PairLogps, pair_mask
+from lit_align.modules.comparing import ComparingModule
 from lit_align.modules.inference import inference
 
 # In low precision a single logit is off by up to 1/8 nat, which a short response does not average
@@ -26,12 +25,12 @@ class Start(NamedTuple):
     """The first micro-batch before the first step, each (B,): as it is and as it should be."""
 
     rows: Tensor  # index in the data set
-    difference: Tensor  # of the log-probs of policy and reference, nats, the worse of both sides
+    difference: Tensor  # of the log-probs of policy and reference, nats, the worst of all sides
     allowed: Tensor  # of that, nats
     loss: Tensor
     expected_loss: Tensor  # of a policy that equals the reference
     allowed_loss: Tensor  # by how much differences that are allowed may change the loss
-    reward: Tensor  # of a policy that equals the reference, the worse of both sides; should be 0
+    reward: Tensor  # of a policy that equals the reference, the worst of all sides; should be 0
     allowed_reward: Tensor
 
     def fault(self) -> str | None:
@@ -51,16 +50,19 @@ class Start(NamedTuple):
         ).format(**values)
 
 
-def check_start(trainer: L.Trainer, module: DPOModule, batch: Mapping[str, Tensor]) -> str | None:
+def check_start(
+    trainer: L.Trainer, module: ComparingModule, batch: Mapping[str, Tensor]
+) -> str | None:
     """What is wrong with the policy or its reference before the first step; None: nothing."""
     with inference(trainer, module.policy):
-        logps = module.pair_logps(batch)
-        reference = _reference_logps(module, batch, logps)
+        logps = module.response_logps(batch)
+        reference = _replaced(logps, module.reference_rows(batch))
         start = _start(module, batch, logps, reference, tolerance(trainer, module))
-    return Start(*(part[pair_mask(batch)] for part in start)).fault()
+    mask = batch.get("pair_mask", torch.ones_like(batch["index"], dtype=torch.bool))
+    return Start(*(part[mask] for part in start)).fault()
 
 
-def tolerance(trainer: L.Trainer, module: DPOModule) -> float:
+def tolerance(trainer: L.Trainer, module: ComparingModule) -> float:
     """By how much the log-prob of a token may differ between two batches that hold it, in nats."""
     dtype = floating_dtype(module.policy)
     if "16" in str(trainer.precision) or dtype in (torch.float16, torch.bfloat16):
@@ -70,55 +72,65 @@ def tolerance(trainer: L.Trainer, module: DPOModule) -> float:
     return 1e-8 if dtype == torch.float64 else 1e-4
 
 
-def _reference_logps(module: DPOModule, batch: Mapping[str, Tensor], logps: PairLogps) -> PairLogps:
-    """What the policy's log-probs should be, as sums, whatever the cache holds."""
-    assert module.reference_cache is not None
-    rows = module.reference_cache[batch["index"]]
-    chosen, rejected = rows["chosen_logps"], rows["rejected_logps"]
-    if module.loss.variant.average_logps:
-        chosen = chosen * logps.chosen_lengths
-        rejected = rejected * logps.rejected_lengths
-    return logps._replace(chosen=chosen, rejected=rejected)
+def _replaced(logps: Any, reference: Mapping[str, Tensor]) -> Any:
+    """What the policy's log-probs should be: those of the reference, of all that are of one."""
+    named = {name: reference.get(f"reference_{name}_logps") for name in logps._fields}
+    return logps._replace(**{name: sums for name, sums in named.items() if sums is not None})
 
 
 def _start(
-    module: DPOModule,
+    module: ComparingModule,
     batch: Mapping[str, Tensor],
-    logps: PairLogps,
-    reference: PairLogps,
+    logps: Any,
+    reference: Any,
     per_token: float,
 ) -> Start:
     """The comparison, for all rows of the batch."""
-    chosen_slack = per_token * (logps.chosen_lengths + _EXTRA_TOKENS)
-    rejected_slack = per_token * (logps.rejected_lengths + _EXTRA_TOKENS)
-    chosen_off = (logps.chosen - reference.chosen).abs()
-    rejected_off = (logps.rejected - reference.rejected).abs()
-    worse = rejected_off / rejected_slack > chosen_off / chosen_slack
-    equal = module.pair_loss(batch, reference)
+    slack = {
+        side: per_token * (getattr(logps, f"{side}_lengths") + _EXTRA_TOKENS)
+        for side in module.asked_sides
+    }
+    off = {side: (getattr(logps, side) - getattr(reference, side)).abs() for side in slack}
+    worst = torch.stack([off[side] / slack[side] for side in slack]).argmax(0, keepdim=True)
+    equal = _loss_of(module, batch, reference)
     # How far loss and rewards may be off depends on the loss: ask it at the corners of what is
     # allowed.
     corners = [
-        module.pair_loss(
-            batch,
-            reference._replace(
-                chosen=reference.chosen + up * chosen_slack,
-                rejected=reference.rejected + down * rejected_slack,
-            ),
-        )
-        for up, down in itertools.product((-1, 1), repeat=2)
+        _loss_of(module, batch, _moved(reference, slack, signs))
+        for signs in itertools.product((-1, 1), repeat=len(slack))
     ]
     return Start(
         rows=batch["index"],
-        difference=torch.where(worse, rejected_off, chosen_off),
-        allowed=torch.where(worse, rejected_slack, chosen_slack),
-        loss=module.pair_loss(batch, logps).losses,
+        difference=torch.stack([*off.values()]).gather(0, worst)[0],
+        allowed=torch.stack([*slack.values()]).gather(0, worst)[0],
+        loss=_loss_of(module, batch, logps).losses,
         expected_loss=equal.losses,
         allowed_loss=_farthest([corner.losses - equal.losses for corner in corners]),
-        reward=_farthest([equal.chosen_rewards, equal.rejected_rewards]),
-        allowed_reward=_farthest(
-            [corner.chosen_rewards - equal.chosen_rewards for corner in corners]
-        ),
+        reward=_farthest(equal[1:]),
+        allowed_reward=_farthest([corner[1] - equal[1] for corner in corners]),
     )
+
+
+def _loss_of(module: ComparingModule, batch: Mapping[str, Tensor], logps: Any) -> Any:
+    """The loss of each row; if it compares them with each other, of each the mean over all.
+
+    Which rank or lot falls to which row, differences that are allowed may decide.
+    """
+    found = module.response_loss(batch, logps)
+    if not module.needs_window:
+        return found
+    return found._replace(losses=found.losses.mean().expand_as(found.losses))
+
+
+def _moved(logps: Any, slack: Mapping[str, Tensor], signs: Sequence[int]) -> Any:
+    """Log-probs off by so much, up or down; what is off is so in the head already."""
+    moved = {
+        name: getattr(logps, name) + sign * by
+        for (side, by), sign in zip(slack.items(), signs, strict=True)
+        for name in (side, f"{side}_head")
+        if getattr(logps, name, None) is not None
+    }
+    return logps._replace(**moved)
 
 
 def _farthest(values: Sequence[Tensor]) -> Tensor:

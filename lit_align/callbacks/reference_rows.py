@@ -1,8 +1,8 @@
 """The responses that a reference is asked about: each one once, in batches of like length."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,12 +14,11 @@ from lit_align.losses import TensorCache
 from lit_align.ops import IGNORE_INDEX
 
 Row = Mapping[str, Any]
-Side = Literal["chosen", "rejected"]
-SIDES = get_args(Side)
+SIDES = ("chosen", "rejected")
 
 
 class Rows(Protocol):
-    """Rows with `index`, `prompt_ids`, `chosen_ids` and `rejected_ids`."""
+    """Rows with `index`, `prompt_ids`, and `*_ids` of each side, such as `chosen_ids`."""
 
     def __len__(self) -> int: ...
 
@@ -27,20 +26,20 @@ class Rows(Protocol):
 
 
 class Response(NamedTuple):
-    """One response of the data set, without its tokens."""
+    """One response of the data set, or its first tokens, without the tokens themselves."""
 
     key: bytes
     length: int  # tokens of prompt and response
     position: int  # of a row that has it
-    side: Side
+    side: str
+    tokens: int  # of the response
 
 
 class Pair(NamedTuple):
-    """One row: its `index` in the data set and the keys of its two responses."""
+    """One row: its `index` in the data set, and what is asked about it, by the cache's names."""
 
     row: int
-    chosen: bytes
-    rejected: bytes
+    keys: Mapping[str, bytes]
 
 
 @dataclass
@@ -49,23 +48,38 @@ class Responses:
 
     Args:
         rows: of the data set, in any order.
+        sides: the responses of a row, by name.
+        heads: whether each response is wanted as far as the other one of its row goes, as well.
+            Such a head is a response like any other, which another row may have as it is.
     """
 
     rows: Rows
+    sides: Sequence[str] = SIDES
+    heads: bool = False
     pairs: list[Pair] = field(default_factory=list)
     by_key: dict[bytes, Response] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for position in range(len(self.rows)):
             row = self.rows[position]
-            chosen = self._enter(row, position, "chosen")
-            self.pairs.append(Pair(row["index"], chosen, self._enter(row, position, "rejected")))
+            keys = {name: self._enter(row, position, name) for name in self.names}
+            self.pairs.append(Pair(row["index"], keys))
 
-    def _enter(self, row: Row, position: int, side: Side) -> bytes:
-        prompt, response = row["prompt_ids"], row[f"{side}_ids"]
+    def _enter(self, row: Row, position: int, name: str) -> bytes:
+        side = name.partition("_")[0]
+        lengths = {each: len(row[f"{each}_ids"]) for each in self.sides}
+        tokens = min(lengths.values()) if "head" in name else lengths[side]
+        prompt, response = row["prompt_ids"], row[f"{side}_ids"][:tokens]
         key = row_key(prompt, response)
-        self.by_key.setdefault(key, Response(key, len(prompt) + len(response), position, side))
+        length = len(prompt) + tokens
+        self.by_key.setdefault(key, Response(key, length, position, side, tokens))
         return key
+
+    @property
+    def names(self) -> list[str]:
+        """What is asked of each row, by the names that the cache gives it."""
+        kinds = ("logps", "head_logps") if self.heads else ("logps",)
+        return [f"{side}_{kind}" for side in self.sides for kind in kinds]
 
     def absent_from(self, known: Mapping[bytes, Scored]) -> list[Response]:
         """Responses without an entry, in an order that depends on nothing but their tokens.
@@ -81,7 +95,8 @@ class Responses:
         ids, labels = [], []
         for response in responses:
             row = self.rows[response.position]
-            prompt, tokens = list(row["prompt_ids"]), list(row[f"{response.side}_ids"])
+            prompt = list(row["prompt_ids"])
+            tokens = list(row[f"{response.side}_ids"][: response.tokens])
             ids.append(torch.tensor(prompt + tokens))
             labels.append(torch.tensor([IGNORE_INDEX] * len(prompt) + tokens))
         mask = [torch.ones_like(row) for row in ids]
@@ -95,22 +110,19 @@ class Responses:
     def name(self, response: Response, tokenizer: PreTrainedTokenizerBase) -> str:
         """The words by which a person finds a response: its row's index and how it begins."""
         row = self.rows[response.position]
-        text = tokenizer.decode(row[f"{response.side}_ids"])
+        text = tokenizer.decode(row[f"{response.side}_ids"][: response.tokens])
         return f"the {response.side} response of row {row['index']}, {text[:60]!r}"
 
-    def cache(
-        self, known: Mapping[bytes, Scored], *, average: bool, dtype: torch.dtype
-    ) -> TensorCache:
-        """Log-probs of both responses by row index: sums, or means per token; nats.
+    def cache(self, known: Mapping[bytes, Scored], dtype: torch.dtype) -> TensorCache:
+        """Log-probs of all that was asked by row index: sums over tokens, nats.
 
         Rows of the data set that are not among these rows stay NaN, which nobody can look up.
         """
         index = [pair.row for pair in self.pairs]
-        columns = {side: [known[getattr(pair, side)] for pair in self.pairs] for side in SIDES}
         tensors = {}
-        for side, column in columns.items():
-            values = [x.logps / max(x.tokens, 1) if average else x.logps for x in column]
+        for name in self.names:
+            values = [known[pair.keys[name]].logps for pair in self.pairs]
             tensor = torch.full((1 + max(index, default=-1),), torch.nan, dtype=dtype)
             tensor[index] = torch.tensor(values, dtype=dtype)
-            tensors[f"{side}_logps"] = tensor
+            tensors[name] = tensor
         return TensorCache(tensors)

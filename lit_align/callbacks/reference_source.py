@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lit_align.errors import UserError
-from lit_align.modules import DPOModule
+from lit_align.modules.comparing import ComparingModule
 from lit_align.modules.sharding import shard
 from lit_align.policies import PolicyRecipe, has_adapter, policy_fingerprint, reference_mode
 
@@ -39,7 +39,9 @@ class ReferenceSource:
             checkpoint can have moved the policy since.
     """
 
-    def __init__(self, trainer: L.Trainer, module: DPOModule, *, fingerprint_is_new: bool) -> None:
+    def __init__(
+        self, trainer: L.Trainer, module: ComparingModule, *, fingerprint_is_new: bool
+    ) -> None:
         self.trainer = trainer
         self.module = module
         self.untouched = fingerprint_is_new and trainer.ckpt_path is None
@@ -109,8 +111,8 @@ class ReferenceSource:
         if recipe is None:
             raise UserError(
                 "rows are missing from the reference cache, and the reference, this policy before "
-                "its first step, cannot be had any more: restore the cache folder, or give "
-                "DPOModule the folder or id that the policy was loaded from instead of the model"
+                "its first step, cannot be had any more: restore the cache folder, or give the "
+                "module the folder or id that the policy was loaded from instead of the model"
             )
         yield self._load(recipe)
 

@@ -22,9 +22,10 @@ class RolloutLog(L.Callback):
     """Writes every rollout and every validation to a file, and shows a few completions.
 
     `rollout-000012.jsonl` holds a completion a line, with its token ids, the sampler's log-probs,
-    rewards and advantage, those that were filtered out (`left_out`) included: `ReplayEngine` trains
-    from such a folder. `validation-step-000080.jsonl` holds what the validation of a fit was
-    answered after 80 steps. A resumed run writes a file that it comes to again as it was.
+    rewards and advantage, those that were filtered out (`left_out`) included, and those that others
+    are only compared with (`greedy`, sample -1): `ReplayEngine` trains from such a folder.
+    `validation-step-000080.jsonl` holds what the validation of a fit was answered after 80 steps. A
+    resumed run writes a file that it comes to again as it was.
 
     Args:
         folder: where the files lie.
@@ -82,11 +83,16 @@ class RolloutLog(L.Callback):
 
 
 def _rollout_rows(rollout: Rollout) -> Iterable[dict[str, Any]]:
-    """A rollout as its file has it: what is trained on, then what was left out."""
-    for samples, kept in ((rollout.samples, {}), (rollout.left_out, {"left_out": True})):
+    """A rollout as its file has it: what is trained on, then what was left out, or is greedy."""
+    parts: tuple[tuple[list[Sample], dict[str, bool]], ...] = (
+        (rollout.samples, {}),
+        (rollout.left_out, {"left_out": True}),
+        (rollout.greedy, {"greedy": True}),
+    )
+    for samples, kind in parts:
         for sample in samples:
             whose = {"number": rollout.number, "version": rollout.version, "group": sample.group}
-            yield whose | _of_sample(sample) | {"advantage": _number(sample.advantage)} | kept
+            yield whose | _of_sample(sample) | {"advantage": _number(sample.advantage)} | kind
 
 
 def _of_sample(sample: Sample) -> dict[str, Any]:

@@ -86,7 +86,8 @@ class SavePolicy(L.Callback):
         if self.best not in metrics:
             raise UserError(
                 f"SavePolicy cannot find the best policy by '{self.best}': validation logs "
-                f"{', '.join(sorted(metrics)) or 'nothing'}"
+                f"{', '.join(sorted(metrics)) or 'nothing'}; "
+                "choose one of those as callbacks.save_policy.best, or null for no best policy"
             )
         return float(metrics[self.best])
 

@@ -21,6 +21,7 @@ from omegaconf.errors import (
 )
 
 from lit_align.errors import UserError
+from lit_align.names import elsewhere
 
 _PLACE_ERRORS = {
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR),
@@ -88,7 +89,7 @@ def _unknown_key(error: OmegaConfBaseException) -> str | None:
     close = get_close_matches(key, known, n=1)
     meant = f"; did you mean {parent}{close[0]}?" if close else ""
     where = f"'{parent.rstrip('.')}'" if parent else "the configuration"
-    return f"no key '{full_key}'{meant}\n{where} has: {', '.join(known)}"
+    return f"no key '{full_key}'{meant}{elsewhere(key)}\n{where} has: {', '.join(known)}"
 
 
 def _not_built(error: InstantiationException) -> str | None:

@@ -14,6 +14,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from lit_align.cli.aliases import with_our_names
 from lit_align.cli.conf import conf_dir
 from lit_align.cli.errors import explain, headline, hydra_raises, mistake, restore_environment
 from lit_align.cli.outcome import Outcome
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 def main() -> None:
     """Train as `sys.argv` says; ends the process with 1 after an error, 130 after Ctrl-C."""
     hydra_raises()
+    # In place: further ranks are started with what stands there.
+    sys.argv[1:] = with_our_names(sys.argv[1:])
     try:
         job()
     except KeyboardInterrupt as end:

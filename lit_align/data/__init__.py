@@ -1,5 +1,6 @@
 """Data: reading, tokenisation, batches, and the order they come in."""
 
+from lit_align.data.completions import CompletionCollate, CompletionRows
 from lit_align.data.loader import PairLoader
 from lit_align.data.pairs import PairCollate, PairRows
 from lit_align.data.preference import PreferenceDataModule
@@ -13,9 +14,12 @@ from lit_align.data.tasks import (
     HeldOutReasoningGym,
     ReasoningGym,
 )
+from lit_align.data.unpaired import UnpairedDataModule
 
 __all__ = [
     "Arithmetic",
+    "CompletionCollate",
+    "CompletionRows",
     "HeldOutArithmetic",
     "HeldOutReasoningGym",
     "PairCollate",
@@ -28,5 +32,6 @@ __all__ = [
     "PromptRows",
     "ReasoningGym",
     "RolloutDataModule",
+    "UnpairedDataModule",
     "open_prompts",
 ]

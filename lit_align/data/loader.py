@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lit_align.errors import UserError
+from lit_align.rollout import with_window
 
-Batch = dict[str, Tensor]
+# Of the values, only `window` is no tensor: a list of batches.
+Batch = dict[str, Any]
 Rows = Sequence[int]
 
 
@@ -55,7 +56,9 @@ class PairLoader:
     * `pair_mask` (B,) bool: False for a filler row;
     * `window_pairs` () float32: the pairs, over all ranks, of the optimizer step that the batch
       belongs to. Steps are counted as Lightning does: `accumulate` micro-batches, and fewer where
-      the epoch or `limit_batches` ends.
+      the epoch or `limit_batches` ends;
+    * `window`, if `whole_window`, in the first batch of a step that has other batches or other
+      ranks: all batches of the step on this rank, in order, itself included.
 
     Args:
         rows: the data set.
@@ -68,9 +71,11 @@ class PairLoader:
         epoch: to begin with.
         accumulate: micro-batches of an optimizer step, or a function that knows when asked.
         limit_batches: micro-batches of an epoch (int) or share of them (float), or a function.
+        whole_window: whether a step is looked at as a whole before its first batch is trained on,
+            or a function that knows when asked.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what is read, and how
         self,
         rows: SizedRows,
         collate: Callable[[list[Any]], Batch],
@@ -83,6 +88,7 @@ class PairLoader:
         epoch: int = 0,
         accumulate: int | Callable[[], int] = 1,
         limit_batches: float | Callable[[], float] = 1.0,
+        whole_window: bool | Callable[[], bool] = False,
     ) -> None:
         self.rows = rows
         self.collate = collate
@@ -94,6 +100,7 @@ class PairLoader:
         self.epoch = epoch
         self.accumulate = accumulate
         self.limit_batches = limit_batches
+        self.whole_window = whole_window
         self._done = 0
         self._resume_at = 0
 
@@ -109,13 +116,16 @@ class PairLoader:
         last = self._epoch_batches()
         if first >= last:
             self.epoch, first = self.epoch + 1, 0
-        order = self._order(self.epoch)
-        for number, batch in enumerate(self._collated(order, first, last), first):
-            # Lightning never asks a sized loader for more than its batches: what must have
-            # happened by the end of the epoch happens before its last batch is handed over.
-            self._done = (number + 1) % last
-            self.epoch += number + 1 == last
-            yield batch | self._stamps(batch, number, last)
+        collated = self._collated(self._order(self.epoch), first, last)
+        done = first
+        while done < last:
+            for batch in self._window(collated, done, last):
+                # Lightning never asks a sized loader for more than its batches: what must have
+                # happened by the end of the epoch happens before its last batch is handed over.
+                done += 1
+                self._done = done % last
+                self.epoch += done == last
+                yield batch
 
     def first_rows(self, batches: float, epochs: float = math.inf) -> list[int]:
         """Row numbers that a run reads on all ranks until it ends, in order.
@@ -205,10 +215,25 @@ class PairLoader:
         )
         return iter(loader)
 
-    def _stamps(self, batch: Batch, number: int, last: int) -> Batch:
+    def _window(self, collated: Iterator[Batch], first: int, last: int) -> Iterator[Batch]:
+        """The batches of an optimizer step from the micro-batch `first` on."""
+        _, end = self._step_of(first, last)
+        batches = (
+            batch | self._stamps(batch, number, last)
+            for number, batch in zip(range(first, end), collated, strict=False)
+        )
+        whole = self.whole_window() if callable(self.whole_window) else self.whole_window
+        has_others = (end - first) * self.replica.num_replicas > 1
+        return with_window(batches) if whole and has_others else batches
+
+    def _step_of(self, number: int, last: int) -> tuple[int, int]:
+        """The first micro-batch of the optimizer step that one belongs to, and the one after it."""
         accumulate = self.accumulate() if callable(self.accumulate) else self.accumulate
         start = number - number % accumulate
-        end = min(start + accumulate, last)
+        return start, min(start + accumulate, last)
+
+    def _stamps(self, batch: Batch, number: int, last: int) -> Batch:
+        start, end = self._step_of(number, last)
         pairs = self._rows_before(end) - self._rows_before(start)
         rows = self._rows_before(number + 1) - self._rows_before(number)
         is_real = self.replica.rank < rows

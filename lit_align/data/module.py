@@ -64,6 +64,11 @@ class ResumableDataModule(L.LightningDataModule):
             self._loader.load_state_dict(self._loader_state)
             self._loader_state = None
 
+    def needs_window(self) -> bool:
+        """Whether the module in training looks at each optimizer step as a whole."""
+        module = self.trainer.lightning_module if self.trainer else None
+        return bool(getattr(module, "needs_window", False))
+
     def _replica(self) -> Replica:
         """Not the global rank: ranks that hold parts of one model must see the same rows."""
         shared = self.trainer.distributed_sampler_kwargs if self.trainer else None

@@ -1,59 +1,86 @@
 """Tokenised pairs as a data set, and as batches of tensors."""
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, ClassVar, NotRequired, TypedDict
 
 import torch
 from datasets import Dataset
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from lit_align.data.tokenise import Pair
+from lit_align.losses import PAIR_COLUMNS
 from lit_align.ops import IGNORE_INDEX
 
 
 class PairIds(TypedDict):
-    """One tokenised pair; `index` is its key, in the reference cache for one."""
+    """One tokenised pair; `index` is its key, in the reference cache for one.
+
+    The numbers are there if the data has them; see `lit_align.losses.columns`.
+    """
 
     index: int
     prompt_ids: list[int]
     chosen_ids: list[int]
     rejected_ids: list[int]
+    weight: NotRequired[float]
+    margin: NotRequired[float]
+    label_prob: NotRequired[float]
 
 
-class PairRows(torch.utils.data.Dataset[PairIds]):
-    """Some of the pairs of a stored set.
+class StoredRows(torch.utils.data.Dataset[Any]):
+    """Some of the rows of a stored set.
 
     Args:
-        pairs: columns `prompt_ids`, `chosen_ids`, `rejected_ids`.
+        stored: columns of token ids, and any of `PAIR_COLUMNS`.
         positions: which of them, in which order; None: all.
         first_index: `index` of the first row; the others count on from there.
+
+    Attributes:
+        columns: those of `PAIR_COLUMNS` that every row has.
     """
 
+    ids: ClassVar[tuple[str, ...]]
+
     def __init__(
-        self, pairs: Dataset, positions: Sequence[int] | None = None, first_index: int = 0
+        self, stored: Dataset, positions: Sequence[int] | None = None, first_index: int = 0
     ) -> None:
-        self.pairs = pairs
-        self.positions = range(len(pairs)) if positions is None else positions
+        self.stored = stored
+        self.positions = range(len(stored)) if positions is None else positions
         self.first_index = first_index
+        self.columns = tuple(name for name in PAIR_COLUMNS if name in stored.column_names)
 
     def __len__(self) -> int:
         return len(self.positions)
 
-    def __getitem__(self, row: int) -> PairIds:
+    def __getitem__(self, row: int) -> Any:
         # What is no row must raise IndexError: plain iteration ends by it.
-        pair = self.pairs[self.positions[row]]
-        return PairIds(
-            index=self.first_index + row % len(self),
-            prompt_ids=pair["prompt_ids"],
-            chosen_ids=pair["chosen_ids"],
-            rejected_ids=pair["rejected_ids"],
-        )
+        found = self.stored[self.positions[row]]
+        index = self.first_index + row % len(self)
+        return {"index": index, **{name: found[name] for name in (*self.ids, *self.columns)}}
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.__getitem__, range(len(self)))
+
+    @abstractmethod
+    def answers(self) -> Iterator[tuple[list[int], list[int]]]:
+        """What the policy should answer, row by row: ids of a prompt and of a good answer."""
+
+
+class PairRows(StoredRows):
+    """Some of the pairs of a stored set; a row is a `PairIds`."""
+
+    ids = Pair._fields
+
+    def answers(self) -> Iterator[tuple[list[int], list[int]]]:
+        return ((row["prompt_ids"], row["chosen_ids"]) for row in self)
 
 
 @dataclass(frozen=True)
-class PairCollate:
-    """Pads pairs to tensors; small enough to be sent to workers.
+class Collate:
+    """Pads rows to tensors; small enough to be sent to workers.
 
     Args:
         pad_token_id: fills the end of short rows. It is never looked for: what is padding follows
@@ -62,23 +89,11 @@ class PairCollate:
 
     pad_token_id: int
 
-    def __call__(self, rows: Sequence[PairIds]) -> dict[str, Tensor]:
-        """Batch of B pairs, right padded.
+    @abstractmethod
+    def __call__(self, rows: Sequence[Any]) -> dict[str, Tensor]:
+        """A batch of rows."""
 
-        Returns:
-            `index` (B,) int64; for chosen and rejected each `*_input_ids`, `*_attention_mask` and
-            `*_labels` (B, T) int64, T the longest of that side; labels are `IGNORE_INDEX` on
-            prompt and padding.
-        """
-        index = torch.tensor([row["index"] for row in rows])
-        prompts = [row["prompt_ids"] for row in rows]
-        return {
-            "index": index,
-            **self._side("chosen", prompts, [row["chosen_ids"] for row in rows]),
-            **self._side("rejected", prompts, [row["rejected_ids"] for row in rows]),
-        }
-
-    def _side(
+    def side(
         self, name: str, prompts: list[list[int]], answers: list[list[int]]
     ) -> dict[str, Tensor]:
         """One sequence a row: prompt, then answer."""
@@ -91,6 +106,33 @@ class PairCollate:
             f"{name}_attention_mask": _padded(ones, 0),
             f"{name}_labels": _padded(labels, IGNORE_INDEX),
         }
+
+
+class PairCollate(Collate):
+    """Pads pairs to tensors."""
+
+    def __call__(self, rows: Sequence[PairIds]) -> dict[str, Tensor]:
+        """Batch of B pairs, right padded.
+
+        Returns:
+            `index` (B,) int64; for chosen and rejected each `*_input_ids`, `*_attention_mask` and
+            `*_labels` (B, T) int64, T the longest of that side; labels are `IGNORE_INDEX` on
+            prompt and padding; of `PAIR_COLUMNS` those that the rows have, (B,) float32.
+        """
+        prompts = [row["prompt_ids"] for row in rows]
+        return {
+            "index": torch.tensor([row["index"] for row in rows]),
+            **numbers(rows),
+            **self.side("chosen", prompts, [row["chosen_ids"] for row in rows]),
+            **self.side("rejected", prompts, [row["rejected_ids"] for row in rows]),
+        }
+
+
+def numbers(rows: Sequence[Any]) -> dict[str, Tensor]:
+    """Of `PAIR_COLUMNS` those that the rows have, (B,) float32."""
+    return {
+        name: torch.tensor([row[name] for row in rows]) for name in PAIR_COLUMNS if name in rows[0]
+    }
 
 
 def _padded(rows: list[list[int]], value: int) -> Tensor:

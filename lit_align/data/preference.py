@@ -15,11 +15,13 @@ from transformers import PreTrainedTokenizerBase
 
 from lit_align.data.loader import PairLoader, no_loaders
 from lit_align.data.module import ResumableDataModule
-from lit_align.data.pairs import PairCollate, PairIds, PairRows
+from lit_align.data.pairs import Collate, PairCollate, PairRows, StoredRows
 from lit_align.data.preparation import Preparation
-from lit_align.data.sources import Source, open_source
+from lit_align.data.rows import COLUMNS, REQUIRED
+from lit_align.data.sources import Columns, Source, open_source
 from lit_align.data.tokenise import TRUNCATIONS, PairTokeniser
 from lit_align.errors import UserError
+from lit_align.losses import PAIR_COLUMNS
 
 Place = str | PathLike[str]
 
@@ -30,6 +32,18 @@ class PreferenceDataModule(ResumableDataModule):
     A row has `chosen` and `rejected`, and a `prompt` or a beginning that both share; each a text
     or a list of messages (`role`, `content`). Conversations may come with `tools` and
     `chat_template_kwargs`. `lit_align.data.rows` says what is accepted.
+
+    A row may also have numbers that bear on its loss, which reach the batch as (B,) float32 if any
+    row has one:
+
+    * `weight`, finite and >= 0: the pair's loss is multiplied by it; null is 1. Means are still
+      over the number of pairs.
+    * `label_prob`, in [0, 1]: how likely it is that the chosen answer is the better one; null is 1.
+    * `margin`, finite: by how much it is to lead, in the unit that the loss says. Nothing stands
+      for null: either every row has one or none.
+
+    `lit_align.losses.columns` says which losses honour which; one that does not refuses the data
+    before training starts.
 
     Args:
         path: a JSONL, JSON or Parquet file, a folder written by `save_to_disk`, or a name on the
@@ -52,6 +66,7 @@ class PreferenceDataModule(ResumableDataModule):
         max_rows: train on the first so many pairs only.
         val_max_rows: validate on the first so many pairs only.
         cache_dir: folder of tokenised pairs; None: $LIT_ALIGN_CACHE, else ~/.cache/lit_align.
+        ignore_columns: of `weight`, `margin` and `label_prob` those to leave unread.
         tokenizer: None: that of the module in training.
 
     Attributes:
@@ -60,8 +75,9 @@ class PreferenceDataModule(ResumableDataModule):
     """
 
     rows = "pairs"
-    train_rows: PairRows
-    val_rows: PairRows
+    noun = "pair"
+    train_rows: StoredRows
+    val_rows: StoredRows
 
     def __init__(  # noqa: PLR0913 - the configuration file sets each of them
         self,
@@ -82,6 +98,7 @@ class PreferenceDataModule(ResumableDataModule):
         max_rows: int | None = None,
         val_max_rows: int | None = None,
         cache_dir: Place | None = None,
+        ignore_columns: Sequence[str] | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         super().__init__(tokenizer)
@@ -99,6 +116,7 @@ class PreferenceDataModule(ResumableDataModule):
         self.max_rows = max_rows
         self.val_max_rows = val_max_rows
         self.cache_dir = cache_dir
+        self.ignore_columns = ignore_columns or ()
         self.tokenising: dict[str, Any] = {
             "max_length": max_length,
             "truncation": truncation,
@@ -107,11 +125,13 @@ class PreferenceDataModule(ResumableDataModule):
         self._check()
 
     @property
-    def collate(self) -> PairCollate:
+    def collate(self) -> Collate:
         """Makes a batch of rows."""
-        tokenizer = self.tokenizer
-        ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-        return PairCollate(next(token_id for token_id in ids if token_id is not None))
+        return PairCollate(self._pad_token_id())
+
+    def _pad_token_id(self) -> int:
+        ids = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
+        return next(token_id for token_id in ids if token_id is not None)
 
     def prepare_data(self) -> None:
         for source, limit in self._sources():
@@ -126,7 +146,26 @@ class PreferenceDataModule(ResumableDataModule):
             rank_zero_info(f"{source.name}: {summary.describe()}")
         self.train_rows, self.val_rows = self._parts([pairs for pairs, _ in prepared])
 
-    def rows_of_fit(self) -> list[torch.utils.data.Dataset[PairIds]]:
+    @property
+    def pair_columns(self) -> dict[str, tuple[str, ...]]:
+        """After `setup`, which of `PAIR_COLUMNS` each part of the data has."""
+        parts = {"the training data": self.train_rows, "the validation data": self.val_rows}
+        return {part: rows.columns for part, rows in parts.items() if len(rows)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of the training loader, and the columns that training reads."""
+        return {**super().state_dict(), "columns": list(self.train_rows.columns)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        before, now = state_dict.get("columns"), list(self.train_rows.columns)
+        if self.trainer and self.trainer.state.fn == "fit" and before not in (None, now):
+            raise UserError(
+                f"cannot resume: the checkpoint was written with the columns {before} of the data "
+                f"and there are {now}: repeat data.ignore_columns and the data of that run"
+            )
+
+    def rows_of_fit(self) -> list[torch.utils.data.Dataset[Any]]:
         """The rows that a fit reads: of training as far as it goes, of validation all or none."""
         trainer: Any = self.trainer
         schedules = (c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler))
@@ -157,6 +196,7 @@ class PreferenceDataModule(ResumableDataModule):
             # Asked at every batch: a schedule of accumulation changes it between epochs.
             accumulate=lambda: trainer.accumulate_grad_batches if trainer else 1,
             limit_batches=lambda: trainer.limit_train_batches if trainer else 1.0,
+            whole_window=self.needs_window,
         )
 
     def val_dataloader(self) -> PairLoader | list[PairLoader]:
@@ -173,42 +213,57 @@ class PreferenceDataModule(ResumableDataModule):
 
     def describe_plan(self, trainer: L.Trainer) -> str:
         """What a fit of this Trainer reads, and how a step is put together, in a line."""
-        pairs, ranks = len(self.train_rows), self._replica().num_replicas
+        rows, ranks = len(self.train_rows), self._replica().num_replicas
         step = self.batch_size * trainer.accumulate_grad_batches * ranks
         steps = trainer.estimated_stepping_batches
+        columns = self.train_rows.columns
         return (
-            f"plan: {steps} steps over {pairs:,} pairs ({steps * step / pairs:.2g} epochs), each "
-            f"of {step}: {self.batch_size} per micro-batch x "
+            f"plan: {steps} steps over {rows:,} {self.noun}s ({steps * step / rows:.2g} epochs), "
+            f"each of {step}: {self.batch_size} per micro-batch x "
             f"{trainer.accumulate_grad_batches} accumulated x {ranks} ranks; "
-            f"{len(self.val_rows):,} pairs to validate on"
+            f"{len(self.val_rows):,} {self.noun}s to validate on"
+            + (f"; reads {', '.join(columns)} of each {self.noun}" if columns else "")
         )
 
     def _preparation(self) -> Preparation:
         tokeniser = PairTokeniser(self.tokenizer, **self.tokenising)
-        return Preparation(tokeniser, self.on_bad_row, self.cache_dir)
+        return Preparation(tokeniser, self.on_bad_row, self.cache_dir, self._columns_to_read())
+
+    def _columns_to_read(self) -> tuple[str, ...]:
+        return tuple(name for name in PAIR_COLUMNS if name not in self.ignore_columns)
+
+    def _open(self, path: Place, split: str) -> Source:
+        return open_source(path, split, Columns(REQUIRED, (*COLUMNS, *self._columns_to_read())))
 
     def _sources(self) -> list[tuple[Source, int | None]]:
         """What to read, and how many pairs of it: for training, then for validation if apart."""
         if isinstance(self.val_split, float):
-            return [(open_source(self.path, self.split), None)]
-        sources = [(open_source(self.path, self.split), self.max_rows)]
+            return [(self._open(self.path, self.split), None)]
+        sources = [(self._open(self.path, self.split), self.max_rows)]
         if self.val_path is not None:
-            sources.append((open_source(self.val_path, "train"), self.val_max_rows))
+            sources.append((self._open(self.val_path, "train"), self.val_max_rows))
         elif self.val_split is not None:
-            sources.append((open_source(self.path, self.val_split), self.val_max_rows))
+            sources.append((self._open(self.path, self.val_split), self.val_max_rows))
         return sources
 
-    def _parts(self, pairs: list[Dataset]) -> tuple[PairRows, PairRows]:
+    def _rows(self, stored: Dataset, positions: Sequence[int], first_index: int = 0) -> StoredRows:
+        return PairRows(stored, positions, first_index)
+
+    def _split(self, stored: Dataset, share: float) -> tuple[list[int], list[int]]:
+        """Row numbers to train on, and a share of them to validate on."""
+        return split_rows(len(stored), share, self.seed)
+
+    def _parts(self, pairs: list[Dataset]) -> tuple[StoredRows, StoredRows]:
         """Rows for training and validation."""
         train, val = pairs[0], pairs[-1]
         train_positions: Sequence[int] = range(len(train))
         val_positions: Sequence[int] = range(len(val) if len(pairs) > 1 else 0)
         if isinstance(self.val_split, float):
-            train_positions, val_positions = split_rows(len(train), self.val_split, self.seed)
+            train_positions, val_positions = self._split(train, self.val_split)
             train_positions = train_positions[: self.max_rows]
             val_positions = val_positions[: self.val_max_rows]
-        train_rows = PairRows(train, train_positions)
-        return train_rows, PairRows(val, val_positions, first_index=len(train_rows))
+        train_rows = self._rows(train, train_positions)
+        return train_rows, self._rows(val, val_positions, first_index=len(train_rows))
 
     def _check(self) -> None:
         """Refuse at once what cannot work."""
@@ -231,7 +286,16 @@ class PreferenceDataModule(ResumableDataModule):
                 raise UserError(
                     f"data.{name} must be a whole number of at least {least}, not {value!r}"
                 )
+        self._check_ignored()
         self._check_validation()
+
+    def _check_ignored(self) -> None:
+        ignored = self.ignore_columns
+        if isinstance(ignored, str) or not set(ignored) <= PAIR_COLUMNS.keys():
+            raise UserError(
+                f"data.ignore_columns must be a list of some of {', '.join(PAIR_COLUMNS)}, not "
+                f"{ignored if isinstance(ignored, str) else list(ignored)!r}"
+            )
 
     def _check_validation(self) -> None:
         for place in (self.path, self.val_path or ""):

@@ -1,11 +1,13 @@
 """From a source of rows to pairs on disk: read, check, tokenise, count, keep."""
 
+import math
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from os import PathLike
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
 from datasets import Dataset
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
@@ -13,17 +15,22 @@ from rich.console import Console
 from rich.progress import track
 
 from lit_align.data.cache import cache_root, digest, filling
-from lit_align.data.rows import PreferenceRow, RowError, read_row
+from lit_align.data.rows import AnswerRow, RowError, read_row
 from lit_align.data.sources import Placed, Source
-from lit_align.data.store import PairWriter, stored
+from lit_align.data.store import PairWriter, Row, stored
 from lit_align.data.summary import Summary, Tally
-from lit_align.data.tokenise import Dropped, Pair, PairTokeniser
+from lit_align.data.tokenise import Dropped, Pair, RowTokeniser
 from lit_align.errors import UserError
+from lit_align.losses import PAIR_COLUMNS, WITHOUT_VALUE
 
 # Part of every key: raise it when equal keys would no longer mean equal pairs.
-SCHEMA = 1
+SCHEMA = 2
 # Rows tokenised in one call: enough to keep the tokenizer's threads busy, little to hold.
 AT_ONCE = 1024
+LACKS = (
+    "field '{0}' is missing or null, and other rows have it: nothing can stand for it "
+    "(data.ignore_columns=[{0}] reads it of no row)"
+)
 
 
 class Prepared(NamedTuple):
@@ -35,17 +42,24 @@ class Prepared(NamedTuple):
 
 @dataclass(frozen=True)
 class Preparation:
-    """How rows become pairs.
+    """How rows become pairs, or whatever a subclass says.
 
     Args:
         tokeniser: makes the token ids.
         on_bad_row: "raise" stops at the first row that cannot be read, "skip" counts such rows.
         cache_dir: folder of the caches; see `cache_root`.
+        columns: those of `PAIR_COLUMNS` to read.
     """
 
-    tokeniser: PairTokeniser
+    noun: ClassVar[str] = "pair"
+    ids: ClassVar[tuple[str, ...]] = Pair._fields
+    numbers: ClassVar[tuple[str, ...]] = tuple(PAIR_COLUMNS)
+    most: ClassVar[int] = 1  # of what is kept that one row of a file can hold
+
+    tokeniser: RowTokeniser[Any]
     on_bad_row: str = "raise"
     cache_dir: str | PathLike[str] | None = None
+    columns: tuple[str, ...] = tuple(PAIR_COLUMNS)
 
     def __call__(self, source: Source, limit: int | None = None) -> Prepared:
         """The pairs of a source, made anew only if its content or any option has changed.
@@ -63,65 +77,119 @@ class Preparation:
             tokeniser=self.tokeniser.fingerprint,
             on_bad_row=self.on_bad_row,
             limit=limit,
+            columns=self.columns,
         )
-        folder = cache_root(self.cache_dir) / "pairs" / key
+        folder = cache_root(self.cache_dir) / f"{self.noun}s" / key
         found = stored(folder)
         if found is None:
             with filling(folder) as scratch:
-                _Build(self, source, PairWriter(scratch)).run(limit)
+                self._fill(scratch, source, limit)
             found = stored(folder)
         if found is None:
-            raise UserError(f"the pairs just written to {folder} cannot be read back: bad disk?")
+            raise UserError(
+                f"the {self.noun}s just written to {folder} cannot be read back: bad disk?"
+            )
         return Prepared(*found)
 
+    def read(self, raw: object) -> Sequence[AnswerRow]:
+        """What one row of a file holds.
 
+        Raises:
+            RowError: naming the field and what is wrong with it.
+        """
+        return [read_row(raw, self.columns)]
+
+    def _fill(self, folder: Path, source: Source, limit: int | None) -> None:
+        """Write the pairs, from the start again if rows were kept without what others have."""
+        build = _Build(self, source, self._writer(folder), Tally(self.noun))
+        try:
+            build.run(limit)
+        except _FoundLateError as late:
+            build.writer.abandon()
+            anew = Tally(self.noun)
+            _Build(self, source, self._writer(folder), anew, found={str(late)}).run(limit)
+
+    def _writer(self, folder: Path) -> PairWriter:
+        return PairWriter(folder, self.ids, self.numbers)
+
+
+class _FoundLateError(Exception):
+    """The name of a column that rows kept before have no value of."""
+
+
+@dataclass
 class _Build:
     """One pass over a source."""
 
-    def __init__(self, how: Preparation, source: Source, writer: PairWriter) -> None:
-        self.how = how
-        self.source = source
-        self.writer = writer
-        self.tally = Tally()
+    how: Preparation
+    source: Source
+    writer: PairWriter
+    tally: Tally
+    found: set[str] = field(default_factory=set)  # columns without which a row cannot be used
+    lacking: dict[str, str] = field(default_factory=dict)  # where the first row stands without one
 
     def run(self, limit: int | None) -> None:
         rows = with_progress(iter(self.source), f"Tokenising {self.source.name}")
-        while chunk := list(islice(rows, _room(limit, self.tally.pairs))):
-            self.writer.write(self._pairs(chunk))
+        while chunk := list(islice(rows, _room(limit, self.tally.pairs, self.how.most))):
+            self.writer.write(self._kept(chunk, limit))
         if not self.tally.pairs:
             raise UserError(f"{self.source.name}: {self._why_nothing_is_left()}")
         if self.tally.plain and self.how.tokeniser.tokenizer.eos_token_id is None:
             rank_zero_warn("the tokenizer has no end token: answers in plain text have no end")
         self.writer.close(self.tally.summary())
 
-    def _pairs(self, chunk: list[tuple[str, object]]) -> list[Pair]:
-        """The pairs to keep of a few rows; the others are counted."""
-        rows = dict(self._readable(chunk))
-        pairs = []
-        for place, outcome in zip(rows, self.how.tokeniser(list(rows.values())), strict=True):
+    def _kept(self, chunk: list[tuple[str, object]], limit: int | None) -> list[Row]:
+        """What to keep of a few rows, with their numbers; the others are counted."""
+        rows = list(self._readable(chunk))
+        outcomes = self.how.tokeniser([row for _, row in rows])
+        kept: list[Row] = []
+        for (place, row), outcome in zip(rows, outcomes, strict=True):
             if isinstance(outcome, RowError):
                 self._refuse(place, outcome)
             elif isinstance(outcome, Dropped):
                 self.tally.dropped[outcome.reason] += 1
-            else:
-                self.tally.keep(outcome)
-                pairs.append(outcome.pair)
-        return pairs
+            elif limit is None or self.tally.pairs < limit:
+                self.tally.keep(outcome, row.numbers)
+                kept.append((outcome.ids, row.numbers))
+        return kept
 
-    def _readable(self, chunk: list[tuple[str, object]]) -> Iterator[tuple[str, PreferenceRow]]:
+    def _readable(self, chunk: list[tuple[str, object]]) -> Iterator[tuple[str, AnswerRow]]:
         for place, raw in chunk:
             self.tally.rows += 1
             try:
-                row = _read(raw)
+                rows = self._read(place, raw)
             except RowError as error:
                 self._refuse(place, error)
                 continue
-            if row.drop_reason:
-                self.tally.dropped[row.drop_reason] += 1
-            else:
-                self._check_template(place, row)
-                self.tally.plain += not row.is_conversation
-                yield place, row
+            for row in rows:
+                if row.drop_reason:
+                    self.tally.dropped[row.drop_reason] += 1
+                else:
+                    self._check_template(place, row)
+                    self.tally.plain += not row.is_conversation
+                    yield place, row
+
+    def _read(self, place: str, raw: object) -> Sequence[AnswerRow]:
+        if isinstance(raw, RowError):
+            raise raw
+        rows = self.how.read(raw)
+        for row in rows:
+            if not row.drop_reason:
+                for name in set(self.how.columns) - WITHOUT_VALUE.keys():
+                    self._demand(name, place, row)
+        return rows
+
+    def _demand(self, name: str, place: str, row: AnswerRow) -> None:
+        """A column for which nothing can stand is there in every row or in none."""
+        if name not in row.numbers:
+            if name in self.found:
+                raise RowError(LACKS.format(name))
+            self.lacking.setdefault(name, place)
+        elif name not in self.found:
+            self.found.add(name)
+            if name in self.lacking:
+                self._refuse(self.lacking[name], RowError(LACKS.format(name)))
+                raise _FoundLateError(name)
 
     def _refuse(self, place: str, error: RowError) -> None:
         if self.how.on_bad_row == "raise":
@@ -130,15 +198,15 @@ class _Build:
             ) from error
         self.tally.skipped.append(f"{place}: {error}")
 
-    def _check_template(self, place: str, row: PreferenceRow) -> None:
+    def _check_template(self, place: str, row: AnswerRow) -> None:
         """Without a template no conversation at all can be read: not a fault of one row."""
         tokenizer = self.how.tokeniser.tokenizer
         if row.is_conversation and not tokenizer.chat_template:
             raise UserError(
                 f"{self.source.name}, {place} is a conversation, but the tokenizer "
                 f"'{tokenizer.name_or_path}' has no chat template: give one with "
-                "model.chat_template (a file or its text), or write prompt, chosen and rejected "
-                "as plain texts"
+                "model.chat_template (a file or its text), or write prompt and answers as plain "
+                "texts"
             )
 
     def _why_nothing_is_left(self) -> str:
@@ -151,14 +219,9 @@ class _Build:
         return why
 
 
-def _read(raw: object) -> PreferenceRow:
-    if isinstance(raw, RowError):
-        raise raw
-    return read_row(raw)
-
-
-def _room(limit: int | None, kept: int) -> int:
-    return AT_ONCE if limit is None else min(AT_ONCE, limit - kept)
+def _room(limit: int | None, kept: int, most: int) -> int:
+    """Rows to read next, of which each holds at most so many."""
+    return AT_ONCE if limit is None else min(AT_ONCE, math.ceil((limit - kept) / most))
 
 
 def with_progress(rows: Placed, title: str) -> Iterator[tuple[str, object]]:

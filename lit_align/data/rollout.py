@@ -153,6 +153,7 @@ class RolloutDataModule(ResumableDataModule):
             self.plan,
             rank=self._replica().rank,
             limit_batches=lambda: trainer.limit_train_batches,
+            whole_window=self.needs_window(),
         )
 
     def val_dataloader(self) -> PromptLoader | list[PromptLoader]:
@@ -173,10 +174,12 @@ class RolloutDataModule(ResumableDataModule):
         )
         suite = getattr(trainer.lightning_module, "reward", None)
         weights = getattr(suite, "weights", {}).items()
+        greedy = getattr(trainer.lightning_module, "reads_greedy", False)
         return "\n".join(
             [
                 f"plan: {steps} steps over {rows:,} prompts ({passes:.2g} passes), "
                 f"{plan.describe()}; {len(self.val_rows or ()):,} prompts to validate on",
+                *["and of each prompt a greedy completion, which is only compared with"] * greedy,
                 ratio,
                 f"rewards: {', '.join(f'{weight:g} x {name}' for name, weight in weights)}",
             ]

@@ -6,14 +6,18 @@ field serve rows of prompts as well.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
+
+from lit_align.losses import PAIR_COLUMNS
 
 Message = dict[str, Any]
 
 COLUMNS = ("prompt", "chosen", "rejected", "tools", "chat_template_kwargs")
 REQUIRED = ("chosen", "rejected")
+# Whether a completion by itself is desirable.
+LABEL = "label"
 # Arguments of the rendering itself, no variables of a template.
 TAKEN = frozenset({"add_generation_prompt", "continue_final_message", "tokenize", "tools"})
 # Names that other collections give to the prompt.
@@ -23,6 +27,38 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipytho
 
 class RowError(ValueError):
     """What is wrong with one row; whoever reads the file adds where it stands."""
+
+
+class AnswerRow(Protocol):
+    """A prompt and what may follow it, all texts or all lists of messages."""
+
+    @property
+    def prompt(self) -> str | list[Message]:
+        """What each answer follows; a text may be empty, a conversation never is."""
+
+    @property
+    def answers(self) -> tuple[str | list[Message], ...]:
+        """Without the prompt."""
+
+    @property
+    def tools(self) -> list[Any] | None:
+        """Descriptions of functions for the chat template."""
+
+    @property
+    def chat_template_kwargs(self) -> Mapping[str, Any]:
+        """Further variables of the chat template."""
+
+    @property
+    def numbers(self) -> Mapping[str, float]:
+        """What else is said of the row, without its nulls."""
+
+    @property
+    def is_conversation(self) -> bool:
+        """Whether there are messages, not texts."""
+
+    @property
+    def drop_reason(self) -> str | None:
+        """Why there is nothing to learn from this row, if so."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +71,7 @@ class PreferenceRow:
         rejected: the other answer, without the prompt.
         tools: descriptions of functions for the chat template.
         chat_template_kwargs: further variables of the chat template.
+        numbers: of the columns of `PAIR_COLUMNS` that the row has, without its nulls.
     """
 
     prompt: str | list[Message]
@@ -42,6 +79,11 @@ class PreferenceRow:
     rejected: str | list[Message]
     tools: list[Any] | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def answers(self) -> tuple[str | list[Message], ...]:
+        return self.chosen, self.rejected
 
     @property
     def is_conversation(self) -> bool:
@@ -53,13 +95,17 @@ class PreferenceRow:
         if self.chosen == self.rejected:
             return "identical"
         for name in REQUIRED:
-            if _is_empty(getattr(self, name)):
+            if is_empty(getattr(self, name)):
                 return f"empty {name}"
         return None
 
 
-def read_row(row: object) -> PreferenceRow:
+def read_row(row: object, numbers: Collection[str] = PAIR_COLUMNS) -> PreferenceRow:
     """The preference in one row of a file; columns of other names do not matter.
+
+    Args:
+        row: of the file.
+        numbers: those of `PAIR_COLUMNS` to read.
 
     Raises:
         RowError: naming the field and what is wrong with it.
@@ -73,13 +119,9 @@ def read_row(row: object) -> PreferenceRow:
             f"there is no 'prompt', but '{min(other)}', which would go unread: rename the column"
         )
     prompt, chosen, rejected = _explicit(prompt, chosen, rejected)
-    tools = read_tools(row.get("tools"))
-    template_kwargs = read_template_kwargs(row.get("chat_template_kwargs"))
-    if isinstance(prompt, list):
-        _check_conversation(prompt, chosen, rejected)
-    elif tools or template_kwargs:
-        raise RowError("'tools' and 'chat_template_kwargs' need a conversation, not plain texts")
-    return PreferenceRow(prompt, chosen, rejected, tools, template_kwargs)
+    check_answers(prompt, chosen=chosen, rejected=rejected)
+    of_template = read_template_columns(row, prompt)
+    return PreferenceRow(prompt, chosen, rejected, *of_template, read_numbers(row, numbers))
 
 
 def _explicit(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
@@ -94,7 +136,7 @@ def _explicit(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
         # Conversations that hold the prompt already, which the column only repeats as text.
         return _split_at_common_prefix(chosen, rejected)
     if isinstance(prompt, list):
-        return prompt, _without_prompt(prompt, chosen), _without_prompt(prompt, rejected)
+        return prompt, without_prompt(prompt, chosen), without_prompt(prompt, rejected)
     return prompt, chosen, rejected
 
 
@@ -114,7 +156,7 @@ def shared_length(*sequences: Sequence[Any]) -> int:
     return min(map(len, sequences))
 
 
-def _without_prompt(prompt: list[Message], answer: str | list[Message]) -> list[Message]:
+def without_prompt(prompt: list[Message], answer: str | list[Message]) -> list[Message]:
     """The messages of an answer, which may be one text or may repeat the prompt."""
     if isinstance(answer, str):
         return [{"role": "assistant", "content": answer}]
@@ -122,11 +164,13 @@ def _without_prompt(prompt: list[Message], answer: str | list[Message]) -> list[
     return answer[len(prompt) :] if repeats else answer
 
 
-def _check_conversation(prompt: Any, chosen: Any, rejected: Any) -> None:
+def check_answers(prompt: Any, **answers: Any) -> None:
     """An answer that began with a user's words would train the policy to say them."""
+    if not isinstance(prompt, list):
+        return
     if not prompt:
         raise RowError("field 'prompt' is an empty list: a conversation needs a message")
-    for name, answer in (("chosen", chosen), ("rejected", rejected)):
+    for name, answer in answers.items():
         if answer and answer[0]["role"] != "assistant":
             raise RowError(
                 f"field '{name}': the answer begins with a message of role "
@@ -192,6 +236,17 @@ def _parsed(text: str, otherwise: Any) -> Any:
         return otherwise
 
 
+def read_template_columns(
+    row: Mapping[str, Any], prompt: str | list[Message]
+) -> tuple[list[Any] | None, dict[str, Any]]:
+    """What a row gives to the chat template: `tools` and `chat_template_kwargs`."""
+    tools = read_tools(row.get("tools"))
+    template_kwargs = read_template_kwargs(row.get("chat_template_kwargs"))
+    if isinstance(prompt, str) and (tools or template_kwargs):
+        raise RowError("'tools' and 'chat_template_kwargs' need a conversation, not plain texts")
+    return tools, template_kwargs
+
+
 def read_tools(value: Any) -> list[Any] | None:
     """Descriptions of functions, also from JSON text."""
     if isinstance(value, str):
@@ -218,7 +273,20 @@ def read_template_kwargs(value: Any) -> dict[str, Any]:
     return dict(without_nulls(value))
 
 
-def _is_empty(answer: str | list[Message]) -> bool:
+def read_numbers(row: Mapping[str, Any], names: Collection[str]) -> dict[str, float]:
+    """What a row says in numbers, without the columns that it leaves empty."""
+    present = {name: row[name] for name in names if row.get(name) is not None}
+    for name, value in present.items():
+        if not PAIR_COLUMNS[name].admits(value):
+            raise RowError(
+                f"field '{name}' must be {PAIR_COLUMNS[name]}, not {kind(value)}: if it says "
+                f"something else, rename it or set data.ignore_columns=[{name}]"
+            )
+    return {name: float(value) for name, value in present.items()}
+
+
+def is_empty(answer: str | list[Message]) -> bool:
+    """Whether an answer says nothing and calls nothing."""
     if isinstance(answer, str):
         return not answer
     return not any(message["content"] or message.get("tool_calls") for message in answer)

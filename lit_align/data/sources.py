@@ -60,7 +60,13 @@ class Columns:
         for column in self.required:
             if column not in columns:
                 raise UserError(f"{name} has no column '{column}' (it has: {', '.join(columns)})")
-        return [column for column in self.known or columns if column in columns]
+        found = [column for column in self.known or columns if column in columns]
+        if not found:
+            raise UserError(
+                f"{name} has none of the columns {', '.join(self.known or ())} "
+                f"(it has: {', '.join(columns)})"
+            )
+        return found
 
 
 PAIRS = Columns(REQUIRED, COLUMNS)

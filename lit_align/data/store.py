@@ -5,7 +5,7 @@ A checksum beside the pairs tells a file that has gone bad since.
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -16,24 +16,41 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lit_align.data.cache import file_digest
 from lit_align.data.summary import Summary
-from lit_align.data.tokenise import Pair
+from lit_align.data.tokenise import Completion, Pair
+from lit_align.losses import PAIR_COLUMNS, WITHOUT_VALUE
 
 PAIRS, META = "pairs.arrow", "meta.json"
-IDS = pa.list_(pa.int32())
-COLUMNS = pa.schema([(name, IDS) for name in Pair._fields])
+IDS, NUMBER = pa.list_(pa.int32()), pa.float32()
+Row = tuple[Pair | Completion, Mapping[str, float]]
 
 
 class PairWriter:
-    """Writes pairs into a folder, so that no data set has to fit in memory."""
+    """Writes pairs into a folder, so that no data set has to fit in memory.
 
-    def __init__(self, folder: Path) -> None:
+    Which columns of numbers there are is known only at the end: all are written, and those that
+    no row has a value in are left out by whoever reads.
+    """
+
+    def __init__(self, folder: Path, ids: Sequence[str], numbers: Sequence[str]) -> None:
         self.folder = folder
-        self._stream = pa.ipc.new_stream(str(folder / PAIRS), COLUMNS)
+        self.numbers = numbers
+        self.schema = pa.schema([*((n, IDS) for n in ids), *((n, NUMBER) for n in numbers)])
+        self._stream = pa.ipc.new_stream(str(folder / PAIRS), self.schema)
 
-    def write(self, pairs: Sequence[Pair]) -> None:
-        if pairs:
-            columns = [pa.array(column, IDS) for column in zip(*pairs, strict=True)]
-            self._stream.write_batch(pa.record_batch(columns, schema=COLUMNS))
+    def write(self, rows: Sequence[Row]) -> None:
+        """Pairs of token ids with their numbers."""
+        if not rows:
+            return
+        ids = [pa.array(column, IDS) for column in zip(*(pair for pair, _ in rows), strict=True)]
+        numbers = [
+            pa.array([given.get(name, WITHOUT_VALUE.get(name)) for _, given in rows], NUMBER)
+            for name in self.numbers
+        ]
+        self._stream.write_batch(pa.record_batch([*ids, *numbers], schema=self.schema))
+
+    def abandon(self) -> None:
+        """End the file without vouching for it."""
+        self._stream.close()
 
     def close(self, summary: Summary) -> None:
         """End the file and vouch for it."""
@@ -52,7 +69,10 @@ def stored(folder: Path) -> tuple[Dataset, Summary] | None:
     with suppress(OSError, ValueError, KeyError, TypeError):
         meta = json.loads((folder / META).read_text())
         if file_digest(folder / PAIRS) == meta["sha256"]:
-            return Dataset.from_file(str(folder / PAIRS)), Summary(**meta["summary"])
+            summary = Summary(**meta["summary"])
+            pairs = Dataset.from_file(str(folder / PAIRS))
+            empty = PAIR_COLUMNS.keys() - summary.columns
+            return pairs.select_columns([n for n in pairs.column_names if n not in empty]), summary
     rank_zero_info(f"the cached pairs in {folder} are damaged: tokenising again")
     shutil.rmtree(folder, ignore_errors=True)
     return None

@@ -4,8 +4,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
+from lit_align.data.rows import LABEL
 from lit_align.data.tokenise import Kept
+from lit_align.losses import PAIR_COLUMNS
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,9 @@ class Summary:
         truncated: pairs that lost tokens to `max_length`.
         prompt_tokens: median and maximum.
         answer_tokens: median and maximum over both answers.
+        columns: of numbers that some row has a value in, see `PAIR_COLUMNS`.
+        noun: what has been kept.
+        desirable: of labelled completions how many are; None: there are no labels.
     """
 
     rows: int
@@ -31,10 +37,13 @@ class Summary:
     truncated: int
     prompt_tokens: tuple[float, int]
     answer_tokens: tuple[float, int]
+    columns: tuple[str, ...] = ()
+    noun: str = "pair"
+    desirable: int | None = None
 
     def describe(self) -> str:
         """One line for people."""
-        parts = [f"{self.pairs} pairs of {self.rows} rows"]
+        parts = [f"{self.pairs} {self.noun}s{self._classes()} of {self.rows} rows"]
         if self.dropped:
             parts.append(f"dropped {sum(self.dropped.values())} ({self._reasons()})")
         if self.skipped:
@@ -46,7 +55,14 @@ class Summary:
             ("answer", self.answer_tokens),
         ):
             parts.append(f"{name} tokens median {middle:g}, max {longest}")
+        if self.columns:
+            parts.append(f"with {', '.join(self.columns)} of each")
         return "; ".join(parts)
+
+    def _classes(self) -> str:
+        if self.desirable is None:
+            return ""
+        return f" ({self.desirable} desirable, {self.pairs - self.desirable} undesirable)"
 
     def _reasons(self) -> str:
         return ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
@@ -56,11 +72,14 @@ class Summary:
 class Tally:
     """The counts while they grow."""
 
+    noun: str = "pair"
     rows: int = 0
     plain: int = 0
+    desirable: int = 0
     truncated: int = 0
     skipped: list[str] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
+    columns: set[str] = field(default_factory=set)
     prompt_lengths: list[int] = field(default_factory=list)
     answer_lengths: list[int] = field(default_factory=list)
 
@@ -69,10 +88,13 @@ class Tally:
         """Kept so far."""
         return len(self.prompt_lengths)
 
-    def keep(self, kept: Kept) -> None:
+    def keep(self, kept: Kept[Any], numbers: Mapping[str, float]) -> None:
+        prompt, *answers = kept.ids
         self.truncated += kept.truncated
-        self.prompt_lengths.append(len(kept.pair.prompt_ids))
-        self.answer_lengths += [len(kept.pair.chosen_ids), len(kept.pair.rejected_ids)]
+        self.prompt_lengths.append(len(prompt))
+        self.answer_lengths += map(len, answers)
+        self.columns.update(numbers)
+        self.desirable += int(numbers.get(LABEL, 0))
 
     def summary(self) -> Summary:
         """The final counts, once a pair has been kept."""
@@ -85,6 +107,9 @@ class Tally:
             truncated=self.truncated,
             prompt_tokens=_median_max(self.prompt_lengths),
             answer_tokens=_median_max(self.answer_lengths),
+            columns=tuple(name for name in PAIR_COLUMNS if name in self.columns),
+            noun=self.noun,
+            desirable=self.desirable if LABEL in self.columns else None,
         )
 
     def why_nothing_is_left(self) -> str:
@@ -94,7 +119,7 @@ class Tally:
         parts = [f"{count} {reason}" for reason, count in self.dropped.most_common()]
         if self.skipped:
             parts.append(f"{len(self.skipped)} bad (first: {self.skipped[0]})")
-        return f"no pair is left of {self.rows} rows: {', '.join(parts)}"
+        return f"no {self.noun} is left of {self.rows} rows: {', '.join(parts)}"
 
 
 def _median_max(lengths: list[int]) -> tuple[float, int]:

@@ -6,18 +6,19 @@ ids at the border that it never sees otherwise; counting the tokens of the promp
 the border behind or inside a token that spans it.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import tokenizers
 import transformers
 from transformers import PreTrainedTokenizerBase
 
 from lit_align.data.cache import digest
-from lit_align.data.rows import PreferenceRow, RowError, shared_length
+from lit_align.data.rows import AnswerRow, RowError, shared_length
 
 
 class Pair(NamedTuple):
@@ -30,17 +31,30 @@ class Pair(NamedTuple):
     @property
     def drop_reason(self) -> str | None:
         """Why there is nothing to learn from this pair, if so."""
-        # Nothing predicts the first token of all.
-        unscored = 0 if self.prompt_ids else 1
-        if min(len(self.chosen_ids), len(self.rejected_ids)) <= unscored:
+        if _has_nothing_to_score(*self):
             return "empty"
         return "identical" if self.chosen_ids == self.rejected_ids else None
 
 
-class Kept(NamedTuple):
-    """A pair to learn from, and whether it lost tokens."""
+class Completion(NamedTuple):
+    """Token ids of a prompt and of one answer."""
 
-    pair: Pair
+    prompt_ids: list[int]
+    completion_ids: list[int]
+
+    @property
+    def drop_reason(self) -> str | None:
+        """Why there is nothing to learn from this answer, if so."""
+        return "empty" if _has_nothing_to_score(*self) else None
+
+
+Ids = TypeVar("Ids", Pair, Completion)
+
+
+class Kept(NamedTuple, Generic[Ids]):
+    """What to learn from, and whether it lost tokens."""
+
+    ids: Ids
     truncated: bool
 
 
@@ -50,17 +64,13 @@ class Dropped(NamedTuple):
     reason: str
 
 
-class Rendered(NamedTuple):
-    """What the model reads before it answers, and the same with either answer."""
-
-    prompt: str
-    chosen: str
-    rejected: str
+# What the model reads before it answers, and the same with each answer.
+Rendered = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class PairTokeniser:
-    """Turns rows into pairs of token ids.
+class RowTokeniser(Generic[Ids]):
+    """Turns rows into token ids of the prompt and of each answer.
 
     Args:
         tokenizer: of the policy.
@@ -74,9 +84,9 @@ class PairTokeniser:
     truncation: str = "right"
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
-    def __call__(self, rows: Sequence[PreferenceRow]) -> list[Kept | Dropped | RowError]:
+    def __call__(self, rows: Sequence[AnswerRow]) -> list[Kept[Ids] | Dropped | RowError]:
         """What becomes of each row, in their order."""
-        outcomes: dict[int, Kept | Dropped | RowError] = {}
+        outcomes: dict[int, Kept[Ids] | Dropped | RowError] = {}
         texts: dict[bool, dict[int, Rendered]] = {True: {}, False: {}}
         for position, row in enumerate(rows):
             try:
@@ -98,10 +108,13 @@ class PairTokeniser:
             chat_template_kwargs=dict(self.chat_template_kwargs),
         )
 
-    def _render(self, row: PreferenceRow) -> Rendered:
+    @abstractmethod
+    def made(self, prompt: list[int], *answers: list[int]) -> Ids:
+        """The ids of a row."""
+
+    def _render(self, row: AnswerRow) -> Rendered:
         if not row.is_conversation:
-            prompt = str(row.prompt)
-            texts = Rendered(prompt, f"{prompt}{row.chosen}", f"{prompt}{row.rejected}")
+            texts: Rendered = (str(row.prompt), *(f"{row.prompt}{a}" for a in row.answers))
         else:
             kwargs = {**self.chat_template_kwargs, **row.chat_template_kwargs}
             with template_at_work():
@@ -117,7 +130,7 @@ class PairTokeniser:
         check_encodable(*texts)
         return texts
 
-    def _encode(self, texts: list[Rendered], *, is_conversation: bool) -> list[Pair]:
+    def _encode(self, texts: list[Rendered], *, is_conversation: bool) -> list[Ids]:
         """Ids of the prompts and answers.
 
         A chat template writes all special tokens itself. Texts get those that the tokenizer
@@ -133,74 +146,92 @@ class PairTokeniser:
             verbose=False,
         )["input_ids"]
         end = None if is_conversation else self.tokenizer.eos_token_id
-        triples = zip(ids[::3], ids[1::3], ids[2::3], strict=True)
+        each = len(texts[0])
+        rows = zip(*(ids[n::each] for n in range(each)), strict=True)
         return [
-            split_at_border(prompt, _ended(chosen, end), _ended(rejected, end))
-            for prompt, chosen, rejected in triples
+            self.made(*split_at_border(prompt, *(_ended(answer, end) for answer in answers)))
+            for prompt, *answers in rows
         ]
 
-    def _fit(self, pair: Pair) -> Kept | Dropped:
+    def _fit(self, ids: Ids) -> Kept[Ids] | Dropped:
         """Within `max_length`, and worth keeping."""
-        short = pair
+        short = ids
         if self.max_length is not None:
-            short = TRUNCATIONS[self.truncation](pair, self.max_length)
-        truncated = short != pair
+            short = TRUNCATIONS[self.truncation](ids, self.max_length)
+        truncated = short != ids
         if short.drop_reason:
             return Dropped(f"{short.drop_reason}{' after truncation' if truncated else ''}")
         return Kept(short, truncated)
 
 
-def split_at_border(prompt: list[int], chosen: list[int], rejected: list[int]) -> Pair:
-    """Ids of the prompt and of either answer, from the ids of the three texts.
+class PairTokeniser(RowTokeniser[Pair]):
+    """Turns rows of two answers into pairs of token ids."""
 
-    The border lies where the three first differ. If a token spans the end of the prompt, that is
-    left of where the prompt ends, and equally so for both answers.
+    def made(self, prompt: list[int], *answers: list[int]) -> Pair:
+        return Pair(prompt, *answers)
+
+
+class CompletionTokeniser(RowTokeniser[Completion]):
+    """Turns rows of one answer into token ids."""
+
+    def made(self, prompt: list[int], *answers: list[int]) -> Completion:
+        return Completion(prompt, *answers)
+
+
+def split_at_border(prompt: list[int], *answered: list[int]) -> tuple[list[int], ...]:
+    """Ids of the prompt and of each answer, from the ids of their texts.
+
+    The border lies where the texts first differ. If a token spans the end of the prompt, that is
+    left of where the prompt ends, and equally so for all answers.
 
     Args:
         prompt: ids of the prompt alone.
-        chosen: ids of the prompt and the better answer.
-        rejected: ids of the prompt and the other answer.
+        answered: of each answer, ids of the prompt and the answer.
     """
-    border = shared_length(prompt, chosen, rejected)
-    return Pair(chosen[:border], chosen[border:], rejected[border:])
+    border = shared_length(prompt, *answered)
+    return (prompt[:border], *(ids[border:] for ids in answered))
 
 
-def keep_start(pair: Pair, max_length: int) -> Pair:
+def keep_start(ids: Ids, max_length: int) -> Ids:
     """Cut the ends of the answers; a prompt that fills `max_length` leaves none of them."""
-    room = max(max_length - len(pair.prompt_ids), 0)
-    return Pair(pair.prompt_ids, pair.chosen_ids[:room], pair.rejected_ids[:room])
+    prompt, *answers = ids
+    room = max(max_length - len(prompt), 0)
+    return type(ids)(prompt, *(answer[:room] for answer in answers))
 
 
-def keep_end(pair: Pair, max_length: int) -> Pair:
-    """Cut the beginning of the prompt, by what the longer answer needs for both.
+def keep_end(ids: Ids, max_length: int) -> Ids:
+    """Cut the beginning of the prompt, by what the longest answer needs for all.
 
     An answer that is longer than `max_length` itself takes the whole prompt and keeps its end.
     """
-    longest = max(len(pair.chosen_ids), len(pair.rejected_ids))
-    start = max(len(pair.prompt_ids) + longest - max_length, 0)
-    return Pair(
-        pair.prompt_ids[start:], pair.chosen_ids[-max_length:], pair.rejected_ids[-max_length:]
-    )
+    prompt, *answers = ids
+    start = max(len(prompt) + max(map(len, answers)) - max_length, 0)
+    return type(ids)(prompt[start:], *(answer[-max_length:] for answer in answers))
 
 
-TRUNCATIONS: dict[str, Callable[[Pair, int], Pair]] = {"right": keep_start, "left": keep_end}
+TRUNCATIONS: dict[str, Callable[[Any, int], Any]] = {"right": keep_start, "left": keep_end}
 
 
-def _conversation(row: PreferenceRow, render: Callable[..., str]) -> Rendered:
+def _has_nothing_to_score(prompt: list[int], *answers: list[int]) -> bool:
+    """Whether an answer has no token that anything predicts; nothing predicts the first of all."""
+    return min(map(len, answers)) <= (0 if prompt else 1)
+
+
+def _conversation(row: AnswerRow, render: Callable[..., str]) -> Rendered:
     """The conversation as the chat template writes it.
 
     Raises:
         RowError: if the answers do not continue what the prompt alone looks like: templates
             may drop the reasoning of all turns but the last, for one.
     """
-    chosen, rejected = (render([*row.prompt, *answer]) for answer in (row.chosen, row.rejected))
+    answered = [render([*row.prompt, *answer]) for answer in row.answers]
     prompt = render(row.prompt, add_generation_prompt=True)
-    if not (chosen.startswith(prompt) and rejected.startswith(prompt)):
+    if not all(text.startswith(prompt) for text in answered):
         # Only the words that open the answer may differ, such as an empty block of reasoning.
         turns = render(row.prompt)
-        if not (chosen.startswith(turns) and rejected.startswith(turns)):
+        if not all(text.startswith(turns) for text in answered):
             raise RowError("the chat template does not render the prompt as a prefix")
-    return Rendered(prompt, chosen, rejected)
+    return (prompt, *answered)
 
 
 @contextmanager

@@ -55,6 +55,7 @@ def token_terms(
     *,
     temperature: float = 1.0,
     entropy: bool = False,
+    entropy_gradient: bool = False,
     alignment: Alignment | None = None,
 ) -> TokenTerms:
     """Log-probability of each target, and on request entropy and alignment of its distribution.
@@ -70,10 +71,13 @@ def token_terms(
         targets: token ids, (...), int64, in [0, V).
         temperature: divides the logits, > 0; 1 unless the tokens were sampled at another.
         entropy: whether to compute the entropy.
+        entropy_gradient: whether the entropy is to be differentiated: only a loss wants that, and
+            it keeps arrays that a number to be looked at does without.
         alignment: which of WPO's alignment terms to compute, if any.
 
     Returns:
-        Each (...), nats, float32, or float64 for float64 logits. Only `logprobs` has a gradient.
+        Each (...), nats, float32, or float64 for float64 logits. Only `logprobs` has a gradient,
+        and the entropy if it is to have one.
 
     Raises:
         ValueError: if the temperature is not positive or the alignment is unknown.
@@ -90,7 +94,7 @@ def token_terms(
     fixed = all_logprobs.detach()
     return TokenTerms(
         logprobs,
-        _entropy(fixed) if entropy else None,
+        _entropy(all_logprobs if entropy_gradient else fixed) if entropy else None,
         None if alignment is None else _alignment(fixed, alignment),
     )
 
@@ -103,6 +107,7 @@ def chunked_terms(
     chunk_size: int = CHUNK_SIZE,
     temperature: float = 1.0,
     entropy: bool = False,
+    entropy_gradient: bool = False,
     alignment: Alignment | None = None,
 ) -> TokenTerms:
     """`token_terms(head(hidden), targets)`, never holding more than `chunk_size` rows of logits.
@@ -117,6 +122,7 @@ def chunked_terms(
         chunk_size: rows projected at once, > 0.
         temperature: as in `token_terms`.
         entropy: as in `token_terms`.
+        entropy_gradient: as in `token_terms`.
         alignment: as in `token_terms`.
 
     Returns:
@@ -125,7 +131,12 @@ def chunked_terms(
 
     def terms(rows: Tensor, ids: Tensor) -> TokenTerms:
         return token_terms(
-            head(rows), ids, temperature=temperature, entropy=entropy, alignment=alignment
+            head(rows),
+            ids,
+            temperature=temperature,
+            entropy=entropy,
+            entropy_gradient=entropy_gradient,
+            alignment=alignment,
         )
 
     if chunk_size < 1:
@@ -152,9 +163,9 @@ def _cat(parts: tuple[Tensor | None, ...]) -> Tensor | None:
 
 
 def _entropy(logprobs: Tensor) -> Tensor:
-    """Entropy of each row, 0 log 0 being 0."""
-    terms: Tensor = torch.special.entr(logprobs.exp())
-    return terms.sum(-1)
+    """Entropy of each row, 0 log 0 being 0, and so its gradient there."""
+    probs = logprobs.exp()
+    return -(probs * logprobs.masked_fill(probs == 0, 0.0)).sum(-1)
 
 
 def _alignment(logprobs: Tensor, kind: Alignment) -> Tensor:

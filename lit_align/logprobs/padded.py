@@ -13,8 +13,8 @@ class ResponseLogprobs(NamedTuple):
     """Per-token terms of the responses of a batch; column t speaks of token t+1.
 
     `logprobs`, `entropy` and `alignment` are (B, T-1), in nats, float32 (float64 for a float64
-    model) and exactly 0 outside `mask`; only `logprobs` carries a gradient. `mask` is (B, T-1),
-    bool, true where a response token was scored.
+    model) and exactly 0 outside `mask`; only `logprobs` carries a gradient, and `entropy` where one
+    was asked for. `mask` is (B, T-1), bool, true where a response token was scored.
     """
 
     logprobs: Tensor
@@ -31,6 +31,7 @@ def response_logprobs(
     *,
     temperature: float = 1.0,
     entropy: bool = False,
+    entropy_gradient: bool = False,
     alignment: Alignment | None = None,
     chunk_size: int = CHUNK_SIZE,
 ) -> ResponseLogprobs:
@@ -46,6 +47,7 @@ def response_logprobs(
         labels: the ids, `IGNORE_INDEX` outside the response, (B, T).
         temperature: divides the logits, > 0; 1 unless the responses were sampled at another.
         entropy: whether to return the entropy of each prediction.
+        entropy_gradient: whether it is to be differentiated, as a loss with a bonus wants it.
         alignment: which of WPO's alignment terms to return: "sampled", "greedy" or none.
         chunk_size: response tokens projected at once: more memory, fewer calls.
 
@@ -69,6 +71,7 @@ def response_logprobs(
             labels[:, 1:][mask],
             temperature=temperature,
             entropy=entropy,
+            entropy_gradient=entropy_gradient,
             alignment=alignment,
             chunk_size=chunk_size,
         )

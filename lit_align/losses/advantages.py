@@ -75,6 +75,9 @@ def group_mean(rewards: Tensor, groups: Tensor) -> Tensor:
     Raises:
         ValueError: if the shapes differ, groups are not integers, or a reward is infinite.
 
+    Elsewhere:
+        open-instruct's default, where a right answer is worth 10.
+
     Source:
         Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783, section 3.2.
     """
@@ -83,6 +86,7 @@ def group_mean(rewards: Tensor, groups: Tensor) -> Tensor:
 
 
 @ADVANTAGES.register("group_mean_std")
+@ADVANTAGES.register("group_mean_std_verl", std_eps=1e-6)
 def group_mean_std(
     rewards: Tensor, groups: Tensor, *, ddof: Ddof = 1, std_eps: StdEps = 1e-4
 ) -> Tensor:
@@ -91,8 +95,7 @@ def group_mean_std(
         advantage = (reward - mean of the group) / (standard deviation of the group + std_eps)
 
     The paper says "std" and no more. With 8 completions, ddof 0 makes advantages 7 % larger than
-    ddof 1. Of the projects, TRL and torchtune take ddof 1 and std_eps 1e-4, verl 1 and 1e-6, the
-    authors of Dr. GRPO 1 and 1e-8, OpenRLHF 1 and 1e-9, open-instruct 0 and 1e-8.
+    ddof 1. `group_mean_std_verl` has verl's std_eps.
 
     Args:
         rewards: one per completion, (N,), reward units; NaN: unscored.
@@ -107,6 +110,10 @@ def group_mean_std(
 
     Raises:
         ValueError: if the shapes differ, groups are not integers, or a reward is infinite.
+
+    Elsewhere:
+        TRL and torchtune take ddof 1 and std_eps 1e-4, verl 1 and 1e-6, the authors of Dr. GRPO 1
+        and 1e-8, OpenRLHF 1 and 1e-9, open-instruct 0 and 1e-8.
 
     Source:
         Shao et al. 2024 (DeepSeekMath), arXiv:2402.03300, section 4.1.2; ddof and std_eps: TRL.
@@ -193,6 +200,9 @@ def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
 
     Raises:
         ValueError: if the shapes differ, groups are not integers, or a reward is infinite.
+
+    Elsewhere:
+        verl's loop keeps the raw reward of a completion that is alone in its group.
 
     Source:
         Ahmadian et al. 2024 (RLOO), arXiv:2402.14740; Kool et al. 2019, "Buy 4 REINFORCE

@@ -38,8 +38,11 @@ def reinforce_pp(rewards: Tensor, lengths: Tensor, *, ddof: Ddof = 0) -> Tensor:
     Raises:
         ValueError: if the shapes differ, or a reward is infinite.
 
+    Elsewhere:
+        verl estimates the variance without bias, and both discount if told to.
+
     Source:
-        Hu et al. 2025 (REINFORCE++), arXiv:2501.03262, equation of the normalised
+        Hu et al. 2025 (REINFORCE++), arXiv:2501.03262, the normalised
         advantage; the floor under the variance:
         OpenRLHF, which the authors maintain.
     """
@@ -96,9 +99,12 @@ def gpg(rewards: Tensor, groups: Tensor) -> Tensor:
     Raises:
         ValueError: if the shapes differ, groups are not integers, or a reward is infinite.
 
+    Elsewhere:
+        verl divides by the number of rewards that are not 0: it leaves out wrong answers beside
+        right ones, and keeps groups that are all right.
+
     Source:
-        Chu et al. 2025 (GPG), arXiv:2504.02546, accurate gradient estimation, with F_norm = 1.
-        verl divides by the number of rewards that are not 0.
+        Chu et al. 2025 (GPG), arXiv:2504.02546, eq. 6 with F_norm = 1, and eq. 7.
     """
     table = RewardTable.of(rewards, groups)
     varied = (table.excess > 0).any(-1, keepdim=True)
@@ -138,7 +144,7 @@ def gdpo(
         ValueError: if the shapes differ, groups are not integers, or a reward is infinite.
 
     Source:
-        Liu et al. 2026 (GDPO), arXiv:2601.05242, equations of the three steps, over completions as
+        Liu et al. 2026 (GDPO), arXiv:2601.05242, the three steps, over completions as
         in the authors' fork of TRL (their fork of verl: over tokens); ddof and std_eps: TRL.
     """
     if rewards_by_name.shape[1:] != reward_weights.shape or reward_weights.dim() != 1:

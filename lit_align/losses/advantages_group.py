@@ -33,7 +33,7 @@ def length_weighted(rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
         ValueError: if the shapes differ, groups are not integers, or a reward is infinite.
 
     Source:
-        Hao et al. 2025 (OPO), arXiv:2505.23585, equation of the length-weighted baseline.
+        Hao et al. 2025 (OPO), arXiv:2505.23585, the length-weighted baseline.
     """
     check_same_shape(rewards=rewards, lengths=lengths)
     table = RewardTable.of(rewards, groups)
@@ -115,7 +115,7 @@ def mean_relative(rewards: Tensor, groups: Tensor) -> Tensor:
         ValueError: if the shapes differ, groups are not integers, or a reward is infinite.
 
     Source:
-        MaxRL 2026, arXiv:2602.02710, equation of the estimator, as prime-rl has it.
+        MaxRL 2026, arXiv:2602.02710, the estimator, as prime-rl has it.
     """
     table = RewardTable.of(rewards, groups)
     mean = table.rewards.nansum(-1, keepdim=True) / table.scored.clamp(min=1)
@@ -130,16 +130,17 @@ def remax(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
 
     Args:
         rewards: one per completion, (N,), reward units; NaN: unscored.
-        greedy_rewards: of the greedy completion of each completion's prompt, (N,), reward units.
+        greedy_rewards: of the greedy completion of each completion's prompt, (N,), reward units;
+            without a KL, as it is a constant to the completions. NaN: unscored.
 
     Returns:
-        (N,), reward units.
+        (N,), reward units; 0 where either is unscored.
 
     Raises:
         ValueError: if the shapes differ, or a reward is infinite.
 
     Source:
-        Li et al. 2023 (ReMax), arXiv:2310.10505, equation of the gradient estimator.
+        Li et al. 2023 (ReMax), arXiv:2310.10505, the gradient estimator.
     """
     check_same_shape(rewards=rewards, greedy_rewards=greedy_rewards)
     table = RewardTable.of_one(rewards)

@@ -39,6 +39,10 @@ def token_mean(losses: Tensor, mask: Tensor, window_tokens: Tensor) -> Tensor:
     Returns:
         Share of the mean, ().
 
+    Elsewhere:
+        OpenRLHF, open-instruct and prime-rl count the tokens of the whole step; TRL takes the share
+        that is expected of a micro-batch, verl's older actor the mean of micro-batches.
+
     Source:
         The code of Yu et al. 2025 (DAPO), arXiv:2503.14476. Their eq. 8 is `prompt_mean`.
     """
@@ -59,9 +63,12 @@ def sequence_mean(losses: Tensor, mask: Tensor, window_rows: Tensor) -> Tensor:
     Returns:
         Share of the mean, ().
 
+    Elsewhere:
+        Of rows without trained tokens the paper does not speak: TRL counts them in the mean as 0,
+        verl and OpenRLHF do not count them.
+
     Source:
-        Shao et al. 2024 (GRPO), arXiv:2402.03300, eq. 3. Of rows without trained tokens the paper
-        does not speak: TRL counts them in the mean as 0, verl and OpenRLHF do not count them.
+        Shao et al. 2024 (GRPO), arXiv:2402.03300, eq. 3.
     """
     return masked_mean(full_precision(losses), mask).sum() / window_rows.clamp(min=1)
 
@@ -79,6 +86,9 @@ def sequence_sum(losses: Tensor, mask: Tensor, window_rows: Tensor) -> Tensor:
 
     Returns:
         Share of the mean, ().
+
+    Elsewhere:
+        TRL before 1.16 and Liger weigh padding as well where ratios are of tokens.
 
     Source:
         Ahmadian et al. 2024 (RLOO), arXiv:2402.14740, section 3: a completion is one action, its
@@ -104,9 +114,12 @@ def constant_length(
     Returns:
         Share of the mean, ().
 
+    Elsewhere:
+        TRL counts the rows of a micro-batch, verl at first none, open-instruct has one constant for
+        a step; OpenRLHF's `dr_grpo` changes the advantage and leaves the mean over tokens.
+
     Source:
-        Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783, section 3.2 and listing 1. Projects disagree
-        on whether rows are counted; the paper has 1 / G.
+        Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783, section 3.2 and listing 1.
     """
     return sequence_sum(losses, mask, window_rows) / max_completion_length
 
@@ -127,6 +140,9 @@ def prompt_mean(
 
     Returns:
         Share of the mean, ().
+
+    Elsewhere:
+        Nobody has it: `dapo` is `token_mean` everywhere.
 
     Source:
         Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 8, where the mean over tokens stands inside of

@@ -84,6 +84,10 @@ def tis(
     Raises:
         ValueError: if the shapes differ or a log-prob on the mask is not finite.
 
+    Elsewhere:
+        Log-ratios are bounded by 10 in open-instruct, as here, by 20 in verl and not in TRL, which
+        takes a NaN of the sampler for a ratio of 1.
+
     Source:
         Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training",
         https://fengyao.notion.site/off-policy-rl.

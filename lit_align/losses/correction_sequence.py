@@ -48,6 +48,9 @@ def tis_sequence(
     Raises:
         ValueError: if the shapes differ or a log-prob on the mask is not finite.
 
+    Elsewhere:
+        TRL and verl take the product, open-instruct the geometric mean.
+
     Source:
         Yao et al. 2025, see `tis`; Liu et al. 2025, "When speed kills stability",
         https://richardli.xyz/rl-collapse.

@@ -113,6 +113,10 @@ def dpo_alpha_loss(
     Raises:
         ValueError: if the four shapes differ.
 
+    Elsewhere:
+        TRL's exponent is alpha - 1, the same at 0.5 alone; it logs beta * log-ratio as rewards. The
+        authors' code leaves the constant 1 / alpha out of them, which cancels in the loss.
+
     Source:
         Wang et al. 2023 (f-DPO), arXiv:2309.16240, table 1.
     """
@@ -158,6 +162,9 @@ def dpo_forward_kl_loss(
     Raises:
         ValueError: if the four shapes differ.
 
+    Elsewhere:
+        TRL logs beta * log-ratio as rewards; the authors' code leaves the constant out of them.
+
     Source:
         Wang et al. 2023 (f-DPO), arXiv:2309.16240, table 1.
     """
@@ -198,6 +205,9 @@ def dpo_js_loss(
 
     Raises:
         ValueError: if the four shapes differ.
+
+    Elsewhere:
+        TRL logs beta * log-ratio as rewards; the authors' code, those in the loss.
 
     Source:
         Wang et al. 2023 (f-DPO), arXiv:2309.16240, table 1.

@@ -9,21 +9,9 @@ the sampler and the trainer disagree on, where a correction weighs it; the two g
 
     rho = exp(old_logprobs - sampler_logprobs)
 
-the presets of verl's rollout correction are
-
-| verl                          | correction     | token_filter                               |
-|-------------------------------|----------------|--------------------------------------------|
-| decoupled_token_is            | `tis`          | `none`                                     |
-| decoupled_seq_is              | `tis_sequence` | `none`                                     |
-| decoupled_seq_is_rs           | `tis_sequence` | `ratio_bounds` 0.5 to 2, `sequence_sum`    |
-| decoupled_geo_rs              | `none`         | `ratio_bounds` 0.999 to 1.001, `sequence_mean` |
-| decoupled_geo_rs_seq_tis      | `tis_sequence` | the same                                   |
-| decoupled_geo_rs_token_tis    | `tis`          | the same                                   |
-| decoupled_k3_rs               | `none`         | `k3_bound` 0.01, `sequence_mean`           |
-| decoupled_k3_rs_seq_tis       | `tis_sequence` | the same                                   |
-| decoupled_k3_rs_token_tis     | `tis`          | the same                                   |
-
-and OpenRLHF's seq-mask-tis is `tis` with `ratio_bounds` 0.5 to 5, `sequence_mean`.
+`ratio_bounds` and `k3_bound` are what verl's presets of its rollout correction leave out by
+(`conf/correction`), and OpenRLHF's seq-mask-tis is `tis` with `ratio_bounds` 0.5 to 5 over
+`sequence_mean`.
 """
 
 from collections.abc import Callable
@@ -42,6 +30,8 @@ FILTERS = Variants(noun="token_filter")
 Share = Annotated[float, Range(above=0, most=1)]
 Divergence = Annotated[float, Range(above=0)]
 TvLower = Annotated[float, Range(least=0)]
+# By how many times the precision of a number two entropies may differ that should be equal.
+_ROUNDING = 64
 LEVELS = ("token", "sequence_sum", "sequence_mean", "sequence_max")
 Level = Annotated[str, OneOf(LEVELS)]
 
@@ -57,8 +47,9 @@ def top_entropy(entropy: Tensor, mask: Tensor, *, entropy_share: Share = 0.2) ->
 
         keep = entropy >= the quantile 1 - entropy_share of the entropies on the mask
 
-    The quantile is that of the batch that is passed. For a result that does not depend on how a
-    window was cut, that has to be the whole window.
+    Entropies that differ by rounding alone count as equal: all completions of a prompt begin with
+    one. The quantile is that of the batch that is passed. For a result that does not depend on how
+    a window was cut, that has to be the whole window.
 
     Args:
         entropy: of the policy's distribution at each token, (B, T), nats.
@@ -71,9 +62,12 @@ def top_entropy(entropy: Tensor, mask: Tensor, *, entropy_share: Share = 0.2) ->
     Raises:
         ValueError: if the shapes differ, or an entropy on the mask is not finite.
 
+    Elsewhere:
+        TRL takes the quantile of a micro-batch, in float32.
+
     Source:
-        Wang et al. 2025, "Beyond the 80/20 rule", arXiv:2506.01939, equation of the
-        objective with the indicator; the default is theirs.
+        Wang et al. 2025, "Beyond the 80/20 rule", arXiv:2506.01939, whose objective
+        has the indicator; the default is theirs.
     """
     check_same_shape(entropy=entropy, mask=mask)
     check_finite(mask, entropy=entropy)
@@ -84,7 +78,9 @@ def top_entropy(entropy: Tensor, mask: Tensor, *, entropy_share: Share = 0.2) ->
     # torch.quantile stops at 16 million numbers; interpolated linearly, as there.
     place = (1 - entropy_share) * (len(ranked) - 1)
     below, above = ranked[int(place)], ranked[min(int(place) + 1, len(ranked) - 1)]
-    return (entropy >= torch.lerp(below, above, place - int(place))) | ~mask
+    quantile = torch.lerp(below, above, place - int(place))
+    rounding = _ROUNDING * torch.finfo(entropy.dtype).eps * quantile.clamp(min=1)
+    return (entropy >= quantile - rounding) | ~mask
 
 
 @FILTERS.register("off_policy_sequence")
@@ -183,8 +179,6 @@ def ratio_bounds(
           = its geometric mean                             (sequence_mean)
           = rho of each of the completion's tokens, all    (sequence_max)
 
-    verl calls this k1 and bounds 1 / r where it says r, which only symmetric bounds do not show.
-
     Args:
         old_logprobs: under the trainer's policy before the update, (B, T), nats.
         sampler_logprobs: under the policy that sampled, (B, T), nats.
@@ -198,6 +192,10 @@ def ratio_bounds(
 
     Raises:
         ValueError: if the shapes differ, or a log-prob on the mask is not finite.
+
+    Elsewhere:
+        verl calls this k1 and bounds 1 / r where it says r, which only symmetric bounds do not
+        show.
 
     Source:
         Liu et al. 2025, "When speed kills stability", https://richardli.xyz/rl-collapse; bounds:

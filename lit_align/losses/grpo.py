@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lit_align.errors import UserError
+from lit_align.losses.entropy import EntropyBonus
 from lit_align.losses.grpo_config import ExperimentConfig as ExperimentConfig
 from lit_align.losses.grpo_config import GRPOConfig as GRPOConfig
 from lit_align.losses.kl import kl_estimator
@@ -137,14 +138,14 @@ def aggregate(
 
 
 def advantages(config: GRPOConfig, rewards: Tensor, groups: Tensor, **others: Tensor) -> Tensor:
-    """The advantage of each completion, (N,); see `ADVANTAGES`.
+    """The advantage of each completion, (N,), or of its tokens, (N, T); see `ADVANTAGES`.
 
     Args:
         config: says which.
         rewards: one per completion, (N,), reward units; NaN: unscored.
         groups: number of the group of each completion, (N,), integers.
         others: what else the advantage's signature names: `lengths`, `rewards_by_name` with
-            `reward_weights`, `greedy_rewards`.
+            `reward_weights`, `greedy_rewards`, `old_logprobs` with `alignment` and `mask`.
 
     Raises:
         ValueError: if the advantage needs what is not given.
@@ -169,16 +170,25 @@ def kept_tokens(config: GRPOConfig, **available: Tensor | None) -> Tensor | None
     return kept
 
 
-def token_losses(config: GRPOConfig, terms: GRPOTerms, entropy: Tensor | None = None) -> Tensor:
+def token_losses(
+    config: GRPOConfig,
+    terms: GRPOTerms,
+    entropy: Tensor | None = None,
+    entropy_bonus: float | None = None,
+) -> Tensor:
     """What an aggregation sums up: the policy's loss, the KL and the entropy bonus, (B, T).
 
         loss = policy + beta * kl - entropy_bonus * entropy
+
+    The bonus is of every trained token: neither a correction's weights nor a token filter, which
+    look at the policy's part alone, change it. Tokens that are masked have neither part.
 
     Args:
         config: has the two weights; a KL in the reward is not in the loss.
         terms: of each token.
         entropy: of the policy's distribution at each token, (B, T), nats, with its gradient; None:
             not there.
+        entropy_bonus: the weight to which a control has moved it, >= 0; None: the config's.
 
     Raises:
         ValueError: if there is an entropy bonus and no entropy.
@@ -186,11 +196,25 @@ def token_losses(config: GRPOConfig, terms: GRPOTerms, entropy: Tensor | None = 
     losses = terms.policy.losses
     if config.kl_in == "loss":
         losses = losses + config.beta * terms.kl
-    if not config.entropy_bonus:
+    weight = config.entropy_bonus if entropy_bonus is None else entropy_bonus
+    if not weight:
         return losses
     if entropy is None:
-        raise UserError(f"an entropy_bonus of {config.entropy_bonus:g} needs entropies")
-    return losses - config.entropy_bonus * full_precision(entropy)
+        raise UserError(f"an entropy_bonus of {weight:g} needs entropies")
+    return losses - weight * full_precision(entropy)
+
+
+def next_entropy_bonus(config: GRPOConfig, coefficient: float, entropy: float) -> EntropyBonus:
+    """Where the entropy's control goes from here; see `ENTROPY_CONTROLS`.
+
+    Args:
+        config: says which.
+        coefficient: as the control has left it, the advantages' unit per nat.
+        entropy: mean over the trained tokens of the step that was made, nats per token.
+    """
+    available = {"coefficient": coefficient, "entropy": entropy}
+    found: EntropyBonus = config.variants["entropy_control"](available, config)
+    return found
 
 
 def correction_weights(

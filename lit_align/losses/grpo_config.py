@@ -15,6 +15,7 @@ from lit_align.losses.advantages import ADVANTAGES
 from lit_align.losses.aggregation import AGGREGATIONS
 from lit_align.losses.config import FrozenConfig
 from lit_align.losses.correction import CORRECTIONS
+from lit_align.losses.entropy import ENTROPY_CONTROLS
 from lit_align.losses.filters import FILTERS
 from lit_align.losses.kl import kl_estimator as kl_variant
 from lit_align.losses.policy import SURROGATES
@@ -23,8 +24,11 @@ from lit_align.losses.variants import OneOf, Range, Rule, Variant
 
 _WEIGHT = Range(least=0)
 _PLACES = OneOf(("loss", "reward"))
+_OLD = OneOf(("trainer", "sampler"))
 # open-instruct's config has both bounds whatever its loss; cispo has no use for the lower one.
 _UNUSED = {"cispo": {"clip_lower"}}
+# What is no choice, but known of the sampler: it may be said whether anything reads it or not.
+_FACTS = {"max_completion_length"}
 # What compares a token with all others that it is given: a rank, a quantile, a mean.
 _OF_THE_WINDOW = {
     "loss_fn": {"clip_cov", "kl_cov"},
@@ -52,9 +56,15 @@ class GRPOConfig(FrozenConfig):
         kl_in: "loss", or "reward": then it is subtracted there before there are advantages.
         beta: weight of the KL, >= 0; usually 0 to 0.1.
         entropy_bonus: weight of the policy's entropy in the loss, >= 0, in the advantages' unit per
-            nat; 0: none.
+            nat; 0: none. With a control, the weight that it begins with.
+        entropy_control: how the weight changes, a name of `ENTROPY_CONTROLS`.
+        old_policy: whose log-probs a ratio divides by: "trainer", those of the policy before the
+            update, by the trainer's own path; or "sampler", those with which the tokens were drawn.
+            With the latter, correction and token_filter compare the policy in training with the
+            sampler, and not that before the update.
         hyperparameters: of the chosen functions, by their names; those left out or None have the
-            function's own default. With "cispo", `clip_lower` may be given and does nothing.
+            function's own default. With "cispo", `clip_lower` may be given and does nothing; so
+            may `max_completion_length` with anything, which is known of the sampler.
 
     Raises:
         UserError: for an unknown name, a value that cannot be honoured, a hyperparameter that
@@ -71,8 +81,10 @@ class GRPOConfig(FrozenConfig):
     kl_in: str
     beta: float
     entropy_bonus: float
+    entropy_control: str
+    old_policy: str
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one for each axis
         self,
         loss_fn: str = "dapo",
         *,
@@ -85,6 +97,8 @@ class GRPOConfig(FrozenConfig):
         kl_in: str = "loss",
         beta: float = 0.0,
         entropy_bonus: float = 0.0,
+        entropy_control: str = "fixed",
+        old_policy: str = "trainer",
         **hyperparameters: float | str | None,
     ) -> None:
         vars(self).update(loss_fn=loss_fn, ratio_level=ratio_level, aggregation=aggregation)
@@ -92,6 +106,8 @@ class GRPOConfig(FrozenConfig):
         vars(self).update(kl_estimator=kl_estimator, kl_in=_checked("kl_in", kl_in, _PLACES))
         for name, weight in {"beta": beta, "entropy_bonus": entropy_bonus}.items():
             vars(self).update({name: float(_checked(name, weight, _WEIGHT))})
+        vars(self).update(entropy_control=entropy_control)
+        vars(self).update(old_policy=_checked("old_policy", old_policy, _OLD))
         vars(self).update(_settings(self.variants, hyperparameters))
         _refuse_clashes(self)
 
@@ -106,7 +122,13 @@ class GRPOConfig(FrozenConfig):
             "correction": CORRECTIONS[self.correction],
             "token_filter": FILTERS[self.token_filter],
             "kl_estimator": kl_variant(self.kl_estimator),
+            "entropy_control": ENTROPY_CONTROLS[self.entropy_control],
         }
+
+    @property
+    def has_entropy_bonus(self) -> bool:
+        """Whether the policy's entropy is, or may become, a part of the loss."""
+        return self.entropy_bonus != 0 or self.variants["entropy_control"].name != "fixed"
 
     @property
     def reads_reference(self) -> bool:
@@ -115,16 +137,33 @@ class GRPOConfig(FrozenConfig):
 
     @property
     def reads_ratio(self) -> bool:
-        """Whether the surrogate allows for a policy that has moved since it was sampled from."""
-        return not {"ratio", "old_logprobs"}.isdisjoint(self.variants["loss_fn"].tensors)
+        """Whether the loss allows for a policy that has moved since it was sampled from.
+
+        By the surrogate's ratio; or by a correction's weights, if these are of the policy as it is.
+        """
+        return _divides(self) or (self.old_policy == "sampler" and self.correction != "none")
+
+    @property
+    def sampler_readers(self) -> str:
+        """What needs the log-probs under which completions were sampled, as text, or nothing."""
+        variants = (self.variants[axis] for axis in ("correction", "token_filter"))
+        readers = [str(v) for v in variants if "sampler_logprobs" in v.tensors]
+        return " and ".join(readers + ["old_policy 'sampler'"] * (self.old_policy == "sampler"))
 
     @property
     def reads_sampler(self) -> bool:
         """Whether the log-probs under which completions were sampled are needed."""
-        return any(
-            "sampler_logprobs" in self.variants[axis].tensors
-            for axis in ("correction", "token_filter")
-        )
+        return bool(self.sampler_readers)
+
+    @property
+    def reads_alignment(self) -> bool:
+        """Whether the advantage looks at the distributions that tokens were drawn from."""
+        return "alignment" in self.variants["advantage"].tensors
+
+    @property
+    def reads_greedy(self) -> bool:
+        """Whether a completion is compared with the prompt's greedy one."""
+        return "greedy_rewards" in self.variants["advantage"].tensors
 
     @property
     def reads_window(self) -> str:
@@ -165,7 +204,7 @@ def _settings(
     for variant in chosen.values():
         taken |= variant.settings({n: v for n, v in given.items() if n in variant.hyperparameters})
     unused = given.keys() & _UNUSED.get(chosen["loss_fn"].name, set())
-    if unread := given.keys() - taken.keys() - unused:
+    if unread := given.keys() - taken.keys() - unused - _FACTS:
         names = sorted(unread)
         choices = ", ".join(str(variant) for variant in chosen.values())
         raise UserError(
@@ -185,6 +224,11 @@ def _checked(name: str, value: Any, rule: Rule) -> Any:
 
 def _reads_ratio(config: GRPOConfig, axis: str) -> bool:
     return "ratio" in config.variants[axis].tensors
+
+
+def _divides(config: GRPOConfig) -> bool:
+    """Whether the surrogate compares new probabilities with old ones."""
+    return not {"ratio", "old_logprobs"}.isdisjoint(config.variants["loss_fn"].tensors)
 
 
 # What does not go together: when, and why not.
@@ -219,6 +263,22 @@ _CLASHES: tuple[tuple[Callable[[GRPOConfig], bool], str], ...] = (
         "loss_fn '{loss_fn}' multiplies the weights of a completion's tokens, and correction "
         "'{correction}' repeats a weight of the whole: choose tis or icepop",
     ),
+    (
+        lambda config: (
+            config.old_policy == "sampler" and config.correction != "none" and _divides(config)
+        ),
+        "loss_fn '{loss_fn}' divides by the sampler's probabilities where old_policy is 'sampler', "
+        "and correction '{correction}' would do so once more: choose correction none, or loss_fn "
+        "reinforce",
+    ),
+    (
+        lambda config: (
+            config.sampler_readers == "old_policy 'sampler'"
+            and not (_divides(config) or _reads_ratio(config, "kl_estimator"))
+        ),
+        "loss_fn '{loss_fn}' reads no old log-probs, nor does anything else that was chosen, so "
+        "that old_policy 'sampler' would change nothing: leave it at 'trainer'",
+    ),
 )
 
 
@@ -227,7 +287,7 @@ def _refuse_clashes(config: GRPOConfig) -> None:
     for clash, reason in _CLASHES:
         if clash(config):
             raise UserError(reason.format(**vars(config)))
-    # What a surrogate's own hyperparameters may not be together, it says itself.
+    # What a function's own hyperparameters may not be together, it says itself.
     one = torch.ones(1, 1, device="cpu")
     config.variants["loss_fn"](
         {
@@ -236,6 +296,7 @@ def _refuse_clashes(config: GRPOConfig) -> None:
         },
         config,
     )
+    config.variants["entropy_control"]({"coefficient": 0.0, "entropy": 0.0}, config)
     estimator = config.variants["kl_estimator"].name
     if config.reads_reference and config.kl_in == "loss" and estimator == "k1":
         warnings.warn(

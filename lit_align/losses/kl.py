@@ -25,6 +25,11 @@ k1_plus and k3_plus (verl's k1+ and k3+) show one estimate and are differentiate
 The numbers 0 to 3 are open-instruct's. Every function takes (B, T) and returns (B, T), nats,
 float32 or better.
 
+Elsewhere:
+    In the loss the projects take k3 unless told otherwise; TRL times the ratio since 1.16. open-
+    instruct bounds d by 40, as here; verl by 20 and the estimate by 10, OpenRLHF the estimate by
+    10, TRL, Liger and torchtune nothing.
+
 Source:
     Schulman 2020, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html; k3 in the
     loss: Shao et al. 2024, arXiv:2402.03300, eq. 4; ratio_k3: DeepSeek-V3.2 2025,

@@ -8,11 +8,12 @@ from torch.nn import functional as F
 
 from lit_align.losses.numerics import full_precision
 from lit_align.losses.variants import Range, Variants
+from lit_align.names import LOSS_ALIASES
 from lit_align.ops import check_same_shape
 
-# The aliases are the names of TRL's DPOTrainer that are not ours anyway. Defaults are ours under
-# either name.
-PREFERENCE_LOSSES = Variants(aliases={"sigmoid": "dpo", "sigmoid_norm": "dpo_norm"})
+# Defaults are ours under either name.
+PREFERENCE_LOSSES = Variants(aliases=LOSS_ALIASES)
+PREFERENCE_LOSSES.hints["tr_dpo"] = "dpo, and the callback ReferenceRefresh in the Trainer"
 
 Beta = Annotated[float, Range(above=0)]
 GammaBetaRatio = Annotated[float, Range(least=0)]
@@ -94,10 +95,27 @@ def policy_logps(
     return full_precision(policy_chosen_logps), full_precision(policy_rejected_logps)
 
 
-def smoothed_logistic(margin: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """-log sigmoid(margin), for a share of `label_smoothing` of the pairs -log sigmoid(-margin)."""
-    kept = (1 - label_smoothing) * F.logsigmoid(margin)
-    return -kept - label_smoothing * F.logsigmoid(-margin)
+def smoothed_logistic(
+    margin: Tensor, label_smoothing: float = 0.0, lead: Tensor | float = 0.0
+) -> Tensor:
+    """-log sigmoid(margin), for a share of `label_smoothing` of the pairs -log sigmoid(-margin).
+
+    A `lead` is taken off the margin of whichever response is the preferred one.
+    """
+    kept = (1 - label_smoothing) * F.logsigmoid(margin - lead)
+    return -kept - label_smoothing * F.logsigmoid(-margin - lead)
+
+
+def required_lead(margin: Tensor | None, rewards: Tensor) -> Tensor | float:
+    """What each pair asks for by its `margin`, (B,), float32 or better; 0 if none does.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    if margin is None:
+        return 0.0
+    check_same_shape(rewards=rewards, margin=margin)
+    return full_precision(margin)
 
 
 def tangent_expm1(exponent: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ from lit_align.losses.pairs import (
     Beta,
     PairLoss,
     implicit_rewards,
-    log_ratios,
     smoothed_logistic,
 )
 from lit_align.ops import check_same_shape
@@ -120,8 +119,8 @@ def bco_pair_loss(
         policy_rejected_logps: of the other responses under the policy, sums, (B,), nats.
         reference_chosen_logps: of the preferred responses under the frozen reference, (B,), nats.
         reference_rejected_logps: of the other responses under the frozen reference, (B,), nats.
-        delta: where the two classes meet, a running mean of the rewards of both responses, (), nats
-            times beta, constant; None stands for 0.
+        delta: where the two classes meet, the mean reward of both responses over the steps before,
+            (), nats times beta, constant; None stands for 0, as before the first step.
         beta: strength of the pull towards the reference, per nat, > 0 (the paper: 0.01).
 
     Returns:
@@ -131,8 +130,13 @@ def bco_pair_loss(
     Raises:
         ValueError: if the four shapes differ, or delta is not one number.
 
+    Elsewhere:
+        TRL's DPOTrainer and Liger have no delta; LLaMA-Factory has a running mean.
+
     Source:
-        Jung et al. 2024 (BCO), arXiv:2404.04656; a sum per pair, and delta 0: TRL and Liger.
+        Jung et al. 2024 (BCO), arXiv:2404.04656, whose delta is an expectation: `DPOModule` takes
+        the mean over all steps before the present one, TRL's BCOTrainer over the present batch as
+        well.
     """
     chosen_rewards, rejected_rewards = implicit_rewards(
         policy_chosen_logps,
@@ -145,49 +149,6 @@ def bco_pair_loss(
     check_same_shape(delta=shift, one_number=chosen_rewards.new_zeros(()))
     losses = smoothed_logistic(chosen_rewards - shift) + smoothed_logistic(shift - rejected_rewards)
     return PairLoss(losses, chosen_rewards.detach(), rejected_rewards.detach())
-
-
-@PREFERENCE_LOSSES.register("cal_dpo")
-def cal_dpo_loss(
-    policy_chosen_logps: Tensor,
-    policy_rejected_logps: Tensor,
-    reference_chosen_logps: Tensor,
-    reference_rejected_logps: Tensor,
-    *,
-    beta: Beta = 1e-3,
-) -> PairLoss:
-    """DPO at beta 1, and rewards on a scale: the preferred response's is 1/2, the other's -1/2.
-
-        ratio = policy - reference
-        loss = -log sigmoid(ratio_w - ratio_l)
-            + (ratio_w - 1 / (2 * beta))^2 + (ratio_l + 1 / (2 * beta))^2
-
-    Args:
-        policy_chosen_logps: of the preferred responses under the policy, sums, (B,), nats.
-        policy_rejected_logps: of the other responses under the policy, sums, (B,), nats.
-        reference_chosen_logps: of the preferred responses under the frozen reference, (B,), nats.
-        reference_rejected_logps: of the other responses under the frozen reference, (B,), nats.
-        beta: reward per nat of log-ratio, > 0; it sets how far the ratios are to go, 1 / (2 * beta)
-            nats (the authors' script: 0.001).
-
-    Returns:
-        Losses in nats and nats squared; rewards are beta * (policy - reference), detached.
-
-    Raises:
-        ValueError: if the four shapes differ.
-
-    Source:
-        Xiao et al. 2024 (Cal-DPO), arXiv:2412.14516; the authors' code,
-        https://github.com/tengxiao1/Cal-DPO, gives the two squares half of this weight.
-    """
-    chosen, rejected = log_ratios(
-        policy_chosen_logps,
-        policy_rejected_logps,
-        reference_chosen_logps,
-        reference_rejected_logps,
-    )
-    losses = smoothed_logistic(chosen - rejected) + _squares(chosen, rejected, beta)
-    return PairLoss(losses, beta * chosen.detach(), beta * rejected.detach())
 
 
 @PREFERENCE_LOSSES.register("nca_pair")
@@ -230,55 +191,3 @@ def nca_pair_loss(
     noise = smoothed_logistic(-chosen_rewards) + smoothed_logistic(-rejected_rewards)
     losses = smoothed_logistic(chosen_rewards) + noise / 2
     return PairLoss(losses, chosen_rewards.detach(), rejected_rewards.detach())
-
-
-@PREFERENCE_LOSSES.register("sppo_hard")
-def sppo_hard_loss(
-    policy_chosen_logps: Tensor,
-    policy_rejected_logps: Tensor,
-    reference_chosen_logps: Tensor,
-    reference_rejected_logps: Tensor,
-    *,
-    beta: Beta = 1e-3,
-) -> PairLoss:
-    """Self-play preference optimization: log-ratios as payoffs of a game that the labels decide.
-
-        ratio = policy - reference
-        loss = (ratio_w - 1 / (2 * beta))^2 + (ratio_l + 1 / (2 * beta))^2
-
-    Hard: the preferred response is taken to win always. The reference is the policy of the round
-    before.
-
-    Args:
-        policy_chosen_logps: of the preferred responses under the policy, sums, (B,), nats.
-        policy_rejected_logps: of the other responses under the policy, sums, (B,), nats.
-        reference_chosen_logps: of the preferred responses under the frozen reference, (B,), nats.
-        reference_rejected_logps: of the other responses under the frozen reference, (B,), nats.
-        beta: 1 over the paper's eta, per nat, > 0 (the paper: 0.001); the ratios are to be
-            1 / (2 * beta) nats.
-
-    Returns:
-        Losses in nats squared, the sum of both responses' terms; rewards are
-        beta * (policy - reference), detached.
-
-    Raises:
-        ValueError: if the four shapes differ.
-
-    Source:
-        Wu et al. 2024 (SPPO), arXiv:2405.00675; a sum, as in TRL and Liger: the
-        authors' code takes the mean of the two squares, half of it.
-    """
-    chosen, rejected = log_ratios(
-        policy_chosen_logps,
-        policy_rejected_logps,
-        reference_chosen_logps,
-        reference_rejected_logps,
-    )
-    losses = _squares(chosen, rejected, beta)
-    return PairLoss(losses, beta * chosen.detach(), beta * rejected.detach())
-
-
-def _squares(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """How far log-ratios are from where they make rewards of 1/2 and -1/2, squared."""
-    goal = 1 / (2 * beta)
-    return (chosen - goal).square() + (rejected + goal).square()

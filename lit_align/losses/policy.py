@@ -111,6 +111,11 @@ def clip_loss(
     Raises:
         ValueError: if the shapes differ.
 
+    Elsewhere:
+        open-instruct, TRL and Liger do not bound the log-ratio, so that one which overflows makes
+        NaN of an advantage of 0; verl and OpenRLHF bound it by 20, as here. In TRL `dapo` names an
+        aggregation and sets no bounds.
+
     Source:
         Schulman et al. 2017, arXiv:1707.06347, eq. 7; two bounds: Yu et al. 2025 (DAPO),
         arXiv:2503.14476, eq. 8.
@@ -147,6 +152,10 @@ def dual_clip_loss(
 
     Raises:
         ValueError: if the shapes differ.
+
+    Elsewhere:
+        verl has it in every run of its `vanilla` loss, OpenRLHF as an option, TRL and open-instruct
+        not at all.
 
     Source:
         Ye et al. 2020, arXiv:1912.09729, "dual-clip PPO"; the default is theirs.
@@ -185,6 +194,10 @@ def two_sided_loss(
         ValueError: if the shapes differ.
         UserError: if delta does not leave clip_higher something to do.
 
+    Elsewhere:
+        TRL counts the inner clip alone as clipping. With `cispo`, `sapo` and `vespo` Liger refuses
+        delta and TRL ignores it.
+
     Source:
         Prime Intellect 2025 (INTELLECT-2), arXiv:2505.07291, "two-sided GRPO clipping".
     """
@@ -213,10 +226,7 @@ def cispo_loss(
 
         loss = -sg(clip(ratio, weight_floor, 1 + clip_higher)) * advantage * new_logprobs
 
-    The cap is 1 + clip_higher, as in the paper, in open-instruct and in verl; TRL and Liger give
-    the cap itself. The paper's equation has a lower bound as well and its authors did not use it;
-    verl does (`weight_floor` = 1 - its lower epsilon). Only the gradient of this loss has a
-    meaning, not its value.
+    Only the gradient of this loss has a meaning, not its value.
 
     Args:
         new_logprobs: under the policy in training, (B, T), nats.
@@ -231,6 +241,11 @@ def cispo_loss(
 
     Raises:
         ValueError: if the shapes differ.
+
+    Elsewhere:
+        The cap is 1 + clip_higher in open-instruct and verl as well; TRL and Liger give the cap
+        itself, and TRL's default of 0.2 is below every ratio on policy. verl uses the lower bound
+        of the equation, `weight_floor` = 1 - its lower epsilon; the authors did not.
 
     Source:
         MiniMax-M1 2025, arXiv:2506.13585, eq. 4 and 5.

@@ -71,9 +71,12 @@ def clip_cov_loss(
     Raises:
         ValueError: if the shapes differ.
 
+    Elsewhere:
+        verl draws from the global generator, and takes means over a micro-batch.
+
     Source:
-        Cui et al. 2025, arXiv:2505.22617, equations of Clip-Cov; defaults: the authors'
-        code in verl.
+        Cui et al. 2025, arXiv:2505.22617, eq. 10 to 12; the share and the bounds of the
+        covariance: section 4.3; those of the ratio: the authors' code in verl.
     """
     pair = clip_loss(ratio, advantages, clip_lower=clip_lower, clip_higher=clip_higher)
     check_same_shape(new_logprobs=new_logprobs, advantages=advantages, mask=mask, draws=draws)
@@ -121,9 +124,12 @@ def kl_cov_loss(
     Raises:
         ValueError: if the shapes differ.
 
+    Elsewhere:
+        verl takes means and ranks over a micro-batch.
+
     Source:
-        Cui et al. 2025, arXiv:2505.22617, equations of KL-Cov; defaults: the authors'
-        code in verl (its configuration file has a cov_penalty of 0.1).
+        Cui et al. 2025, arXiv:2505.22617, eq. 13 and 14; defaults: the authors' code in
+        verl (its configuration file has a cov_penalty of 0.1).
     """
     plain = -full_precision(advantages) * bounded(ratio)
     moved = log_ratios(new_logprobs, old_logprobs, mask)

@@ -56,6 +56,10 @@ def dppo_tv_loss(
     Raises:
         ValueError: if the shapes differ, or a log-prob on the mask is not finite.
 
+    Elsewhere:
+        prime-rl takes the ratio where the log-prob times a constant weight stands here, with the
+        same gradient, has no cap, and adds a squared log-ratio.
+
     Source:
         Qi et al. 2026 (DPPO), arXiv:2602.04879, eq. 12; distances: prime-rl; weight_cap: verl.
     """

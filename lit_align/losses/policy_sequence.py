@@ -56,9 +56,12 @@ def gmpo_loss(
     Raises:
         ValueError: if the shapes differ, or a log-prob on the mask is not finite.
 
+    Elsewhere:
+        TRL and verl take their bounds of ratios, 0.2, for this range. A completion without tokens
+        costs its advantage in TRL; verl averages micro-batch by micro-batch.
+
     Source:
-        Zhao et al. 2025 (GMPO), arXiv:2507.20673, equation of the objective; the range:
-        theirs.
+        Zhao et al. 2025 (GMPO), arXiv:2507.20673, eq. 3 and 4; the range: theirs.
     """
     check_same_shape(new_logprobs=new_logprobs, advantages=advantages)
     gains, moved = full_precision(advantages), log_ratios(new_logprobs, old_logprobs, mask)
@@ -113,8 +116,7 @@ def vespo_loss(
         ValueError: if the shapes differ, or a log-prob on the mask is not finite.
 
     Source:
-        Shen et al. 2026 (VESPO), arXiv:2602.10693, equation of the deployed kernel; defaults
-        and bounds: TRL.
+        Shen et al. 2026 (VESPO), arXiv:2602.10693, eq. 20; defaults: section 4.1; bounds: TRL.
     """
     check_same_shape(new_logprobs=new_logprobs, advantages=advantages)
     gains = full_precision(advantages)

@@ -43,9 +43,11 @@ def sapo_loss(
     Raises:
         ValueError: if the shapes differ.
 
+    Elsewhere:
+        verl averages it by completion whatever its aggregation says.
+
     Source:
-        Gao et al. 2025 (SAPO), arXiv:2511.20347, equations of objective and gate; the
-        defaults are theirs.
+        Gao et al. 2025 (SAPO), arXiv:2511.20347, eq. 5 and 6; the defaults are theirs.
     """
     check_same_shape(ratio=ratio, advantages=advantages)
     gains = full_precision(advantages)
@@ -84,7 +86,7 @@ def dro_loss(
         ValueError: if the shapes differ, or a log-prob on the mask is not finite.
 
     Source:
-        Richemond et al. 2024 (DRO), arXiv:2405.19107, equation of the policy's loss, with a
+        Richemond et al. 2024 (DRO), arXiv:2405.19107, the policy's loss, with a
         group's baseline in the place of the learnt value; token by token, and the default: verl.
     """
     check_same_shape(new_logprobs=new_logprobs, advantages=advantages)

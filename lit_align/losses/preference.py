@@ -20,6 +20,7 @@ from lit_align.losses.pairs import (
     PairLoss,
     implicit_rewards,
     policy_logps,
+    required_lead,
     smoothed_logistic,
 )
 from lit_align.losses.variants import OneOf
@@ -35,14 +36,16 @@ def dpo_loss(
     policy_rejected_logps: Tensor,
     reference_chosen_logps: Tensor,
     reference_rejected_logps: Tensor,
+    margin: Tensor | None = None,
     *,
     beta: Beta = 0.1,
     label_smoothing: LabelSmoothing = 0.0,
 ) -> PairLoss:
     """Direct preference optimization.
 
-        margin = beta * ((policy_w - reference_w) - (policy_l - reference_l))
-        loss = -(1 - label_smoothing) * log sigmoid(margin) - label_smoothing * log sigmoid(-margin)
+        x = beta * ((policy_w - reference_w) - (policy_l - reference_l))
+        loss = -(1 - label_smoothing) * log sigmoid(x - margin)
+            - label_smoothing * log sigmoid(-x - margin)
 
     As `dpo` the log-probs are sums over the response; as `dpo_norm` they are means per token, so
     that a long response weighs no more than a short one.
@@ -52,6 +55,8 @@ def dpo_loss(
         policy_rejected_logps: of the other responses under the policy, (B,), nats.
         reference_chosen_logps: of the preferred responses under the frozen reference, (B,), nats.
         reference_rejected_logps: of the other responses under the frozen reference, (B,), nats.
+        margin: lead that the preferred response must have, in the unit of the rewards, (B,); a
+            column of the data. None stands for 0.
         beta: strength of the pull towards the reference, per nat, > 0; usually 0.1 to 0.5 (the
             paper: 0.1), of means about as much larger as responses are long (Tulu 3: 5).
         label_smoothing: share of pairs taken to be mislabelled, in [0, 0.5).
@@ -60,12 +65,18 @@ def dpo_loss(
         Losses in nats; rewards are beta * (policy - reference), detached.
 
     Raises:
-        ValueError: if the four shapes differ.
+        ValueError: if the shapes differ.
+
+    Elsewhere:
+        TRL and Liger take `label_smoothing` with this loss and ignore it; open-instruct, torchtune,
+        OpenRLHF, LLaMA-Factory and the authors apply it. For `dpo_norm` TRL keeps a beta of 0.1 and
+        logs rewards of sums; open-instruct has a beta of 5 for every loss.
 
     Source:
         Rafailov et al. 2023, arXiv:2305.18290, eq. 7; label smoothing: Mitchell 2023, eq. 3 of
-        https://ericmitchell.ai/cdpo.pdf; `dpo_norm` and its beta: Lambert et al. 2024,
-        arXiv:2411.15124.
+        https://ericmitchell.ai/cdpo.pdf; a margin of each pair: Touvron et al. 2023 (Llama 2),
+        arXiv:2307.09288, eq. 2, there of rewards that a model gives; `dpo_norm` and its beta:
+        Lambert et al. 2024, arXiv:2411.15124.
     """
     chosen_rewards, rejected_rewards = implicit_rewards(
         policy_chosen_logps,
@@ -74,7 +85,8 @@ def dpo_loss(
         reference_rejected_logps,
         beta,
     )
-    losses = smoothed_logistic(chosen_rewards - rejected_rewards, label_smoothing)
+    lead = required_lead(margin, chosen_rewards)
+    losses = smoothed_logistic(chosen_rewards - rejected_rewards, label_smoothing, lead)
     return PairLoss(losses, chosen_rewards.detach(), rejected_rewards.detach())
 
 
@@ -82,6 +94,7 @@ def dpo_loss(
 def simpo_loss(
     policy_chosen_logps: Tensor,
     policy_rejected_logps: Tensor,
+    margin: Tensor | None = None,
     *,
     beta: Beta = 2.0,
     gamma_beta_ratio: GammaBetaRatio = 0.5,
@@ -89,16 +102,18 @@ def simpo_loss(
 ) -> PairLoss:
     """Simple preference optimization: no reference, and a margin to reach.
 
-        margin = beta * (policy_w - policy_l - gamma_beta_ratio)
-        loss = -(1 - label_smoothing) * log sigmoid(margin) - label_smoothing * log sigmoid(-margin)
+        x = beta * (policy_w - policy_l - gamma_beta_ratio) - margin
+        loss = -(1 - label_smoothing) * log sigmoid(x) - label_smoothing * log sigmoid(-x)
 
     The second term is that of the authors' code and of everyone after it. A pair that really is
-    mislabelled would have -log sigmoid(beta * (policy_l - policy_w - gamma_beta_ratio)): the two
-    agree only without a margin to reach.
+    mislabelled would have -log sigmoid(beta * (policy_l - policy_w - gamma_beta_ratio) - margin):
+    the two agree only without a lead to reach.
 
     Args:
         policy_chosen_logps: of the preferred responses, means per token, (B,), nats.
         policy_rejected_logps: of the other responses, means per token, (B,), nats.
+        margin: further lead that the preferred response must have, in the unit of the rewards,
+            (B,); a column of the data. None stands for 0.
         beta: scale of the reward, per nat, > 0; 2 to 10 (the authors' README: start at 2).
         gamma_beta_ratio: lead the preferred response must have, nats per token, >= 0: the paper's
             gamma divided by beta (the authors' README: start at 0.5, search 0 to 1).
@@ -110,14 +125,19 @@ def simpo_loss(
     Raises:
         ValueError: if the shapes differ.
 
+    Elsewhere:
+        TRL, Liger and LLaMA-Factory take gamma itself, 0.5 by default with a beta of 0.1, which is
+        a lead of 5 nats per token; TRL and Liger add a likelihood term unless told not to. HALOs
+        reports rewards without beta.
+
     Source:
         Meng et al. 2024, arXiv:2405.14734, eq. 6; defaults and smoothing: the authors' code,
         https://github.com/princeton-nlp/SimPO.
     """
     chosen, rejected = policy_logps(policy_chosen_logps, policy_rejected_logps)
     chosen_rewards, rejected_rewards = beta * chosen, beta * rejected
-    margin = chosen_rewards - rejected_rewards - beta * gamma_beta_ratio
-    losses = smoothed_logistic(margin, label_smoothing)
+    lead = beta * gamma_beta_ratio + required_lead(margin, chosen_rewards)
+    losses = smoothed_logistic(chosen_rewards - rejected_rewards - lead, label_smoothing)
     return PairLoss(losses, chosen_rewards.detach(), rejected_rewards.detach())
 
 
@@ -160,6 +180,11 @@ def wpo_loss(  # noqa: PLR0913, a loss shows all that it reads
 
     Raises:
         ValueError: if the shapes differ, or an alignment term is missing.
+
+    Elsewhere:
+        TRL has no bound of 1, so that greedy text is weighted up to an order of magnitude. open-
+        instruct takes exp of sums, which vanish with length, without terms of alignment, and
+        differentiates through it.
 
     Source:
         Zhou et al. 2024, arXiv:2406.11827; beta: the authors' code.

@@ -65,6 +65,10 @@ def sequence_ratio(new_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> 
     Raises:
         ValueError: if the shapes differ, or a log-prob on the mask is not finite.
 
+    Elsewhere:
+        verl's `gspo` is `sequence_token`, the logarithm bounded by 10. TRL weighs completions by
+        length unless its `loss_type` is grpo.
+
     Source:
         Zheng et al. 2025 (GSPO), arXiv:2507.18071, eq. 7.
     """

@@ -17,13 +17,14 @@ from lit_align.losses.pairs import (
     PairLoss,
     policy_logps,
     power_log,
+    required_lead,
     smoothed_logistic,
 )
 from lit_align.losses.variants import Range
 
 Delta = Annotated[float, Range(above=0)]
-# The largest log of a probability that float32 tells from 1: there, odds are finite.
-MAX_LOGP = -torch.finfo(torch.float32).eps
+# The largest log of a probability whose odds are told from those of 1, which are infinite.
+MAX_LOGP = -1e-12
 
 
 @PREFERENCE_LOSSES.register("alphapo", average_logps=True)
@@ -60,6 +61,10 @@ def alphapo_loss(
     Raises:
         ValueError: if the shapes differ.
 
+    Elsewhere:
+        TRL's default for alpha is 0, with which it is SimPO; it exponentiates before it takes a
+        power, and overflows.
+
     Source:
         Gupta et al. 2025 (AlphaPO), arXiv:2501.03884; beta and gamma_beta_ratio: SimPO.
     """
@@ -71,25 +76,29 @@ def alphapo_loss(
     return PairLoss(losses, chosen_rewards.detach(), rejected_rewards.detach())
 
 
-@PREFERENCE_LOSSES.register("cpo")
-def cpo_loss(
+@PREFERENCE_LOSSES.register("cpo_preference")
+def cpo_preference_loss(
     policy_chosen_logps: Tensor,
     policy_rejected_logps: Tensor,
+    margin: Tensor | None = None,
     *,
     beta: Beta = 0.1,
     label_smoothing: LabelSmoothing = 0.0,
 ) -> PairLoss:
-    """Contrastive preference optimization, without its term of likelihood.
+    """Contrastive preference optimization, its preference term alone.
 
-        margin = beta * (policy_w - policy_l)
-        loss = -(1 - label_smoothing) * log sigmoid(margin) - label_smoothing * log sigmoid(-margin)
+        x = beta * (policy_w - policy_l)
+        loss = -(1 - label_smoothing) * log sigmoid(x - margin)
+            - label_smoothing * log sigmoid(-x - margin)
 
     DPO with a reference to which all responses are alike. The paper adds the negative
-    log-likelihood of the preferred response, which is `sft`.
+    log-likelihood of the preferred response, which is `sft`: `cpo` is that sum.
 
     Args:
         policy_chosen_logps: of the preferred responses, sums, (B,), nats.
         policy_rejected_logps: of the other responses, sums, (B,), nats.
+        margin: lead that the preferred response must have, in the unit of the rewards, (B,); a
+            column of the data. None stands for 0.
         beta: scale of the reward, per nat, > 0 (the paper: 0.1).
         label_smoothing: share of pairs taken to be mislabelled, in [0, 0.5).
 
@@ -104,30 +113,27 @@ def cpo_loss(
     """
     chosen, rejected = policy_logps(policy_chosen_logps, policy_rejected_logps)
     chosen_rewards, rejected_rewards = beta * chosen, beta * rejected
-    losses = smoothed_logistic(chosen_rewards - rejected_rewards, label_smoothing)
+    lead = required_lead(margin, chosen_rewards)
+    losses = smoothed_logistic(chosen_rewards - rejected_rewards, label_smoothing, lead)
     return PairLoss(losses, chosen_rewards.detach(), rejected_rewards.detach())
 
 
-@PREFERENCE_LOSSES.register("orpo", average_logps=True)
-def orpo_loss(
+@PREFERENCE_LOSSES.register("orpo_odds_ratio", average_logps=True)
+def orpo_odds_ratio_loss(
     policy_chosen_logps: Tensor,
     policy_rejected_logps: Tensor,
-    *,
-    beta: Beta = 0.1,
 ) -> PairLoss:
-    """Odds ratio preference optimization, without its term of likelihood.
+    """Odds ratio preference optimization, its term of the odds ratio alone.
 
         p = exp(policy)
-        loss = -beta * log sigmoid(log(p_w / (1 - p_w)) - log(p_l / (1 - p_l)))
+        loss = -log sigmoid(log(p_w / (1 - p_w)) - log(p_l / (1 - p_l)))
 
-    The paper adds the negative log-likelihood of prompt and preferred response. Above
-    p = 1 - 1e-7, the last that float32 tells from 1, odds stay as they are.
+    The paper adds it, times lambda 0.1, to the negative log-likelihood of prompt and preferred
+    response, which is `sft_whole`: `orpo` is that sum. Above p = 1 - 1e-12 odds stay as they are.
 
     Args:
         policy_chosen_logps: of the preferred responses, means per token, (B,), nats.
         policy_rejected_logps: of the other responses, means per token, (B,), nats.
-        beta: weight of this term beside that of likelihood, the paper's lambda, > 0 (the paper:
-            0.1). It does not scale the log-odds.
 
     Returns:
         Losses in nats; rewards are the log-odds, nats, detached.
@@ -135,42 +141,17 @@ def orpo_loss(
     Raises:
         ValueError: if the shapes differ.
 
+    Elsewhere:
+        Liger and LLaMA-Factory take log1p(-exp(x)), infinite near probability 1; TRL computes in
+        float32 and logs the term with the other sign and beta * log-prob as rewards.
+
     Source:
         Hong et al. 2024 (ORPO), arXiv:2403.07691, eq. 7.
     """
     chosen, rejected = policy_logps(policy_chosen_logps, policy_rejected_logps)
     chosen_odds, rejected_odds = _log_odds(chosen), _log_odds(rejected)
-    losses = beta * smoothed_logistic(chosen_odds - rejected_odds)
+    losses = smoothed_logistic(chosen_odds - rejected_odds)
     return PairLoss(losses, chosen_odds.detach(), rejected_odds.detach())
-
-
-@PREFERENCE_LOSSES.register("sft", average_logps=True)
-def sft_loss(
-    policy_chosen_logps: Tensor,
-    policy_rejected_logps: Tensor,
-) -> PairLoss:
-    """Negative log-likelihood of the preferred response; the other one is only looked at.
-
-        loss = -policy_w
-
-    A mean per token of each response, then over responses, as the paper of iterative RPO has it:
-    in TRL all tokens of a batch weigh alike, so that long responses count more.
-
-    Args:
-        policy_chosen_logps: of the preferred responses, means per token, (B,), nats.
-        policy_rejected_logps: of the other responses, means per token, (B,), nats.
-
-    Returns:
-        Losses in nats per token; rewards are the log-probs, detached.
-
-    Raises:
-        ValueError: if the shapes differ.
-
-    Source:
-        Pang et al. 2024 (iterative RPO), arXiv:2404.19733, its second term.
-    """
-    chosen, rejected = policy_logps(policy_chosen_logps, policy_rejected_logps)
-    return PairLoss(-chosen, chosen.detach(), rejected.detach())
 
 
 @PREFERENCE_LOSSES.register("simper", average_logps=True)
@@ -209,17 +190,20 @@ def simper_loss(
 def simpo_hinge_loss(
     policy_chosen_logps: Tensor,
     policy_rejected_logps: Tensor,
+    margin: Tensor | None = None,
     *,
     beta: Beta = 2.0,
     gamma_beta_ratio: GammaBetaRatio = 0.5,
 ) -> PairLoss:
     """SimPO with a hinge: nothing is learnt from a pair that leads by 1 / beta more than it must.
 
-        loss = max(0, 1 - beta * (policy_w - policy_l - gamma_beta_ratio))
+        loss = max(0, 1 + margin - beta * (policy_w - policy_l - gamma_beta_ratio))
 
     Args:
         policy_chosen_logps: of the preferred responses, means per token, (B,), nats.
         policy_rejected_logps: of the other responses, means per token, (B,), nats.
+        margin: further lead that the preferred response must have, in the unit of the rewards,
+            (B,); a column of the data. None stands for 0.
         beta: scale of the reward, per nat, > 0; 2 to 10.
         gamma_beta_ratio: lead the preferred response must have, nats per token, >= 0.
 
@@ -235,26 +219,30 @@ def simpo_hinge_loss(
     """
     chosen, rejected = policy_logps(policy_chosen_logps, policy_rejected_logps)
     chosen_rewards, rejected_rewards = beta * chosen, beta * rejected
-    losses = F.relu(1 - (chosen_rewards - rejected_rewards - beta * gamma_beta_ratio))
+    lead = 1 + beta * gamma_beta_ratio + required_lead(margin, chosen_rewards)
+    losses = F.relu(lead - (chosen_rewards - rejected_rewards))
     return PairLoss(losses, chosen_rewards.detach(), rejected_rewards.detach())
 
 
-@PREFERENCE_LOSSES.register("slic_hf")
-def slic_hf_loss(
+@PREFERENCE_LOSSES.register("slic_calibration")
+def slic_calibration_loss(
     policy_chosen_logps: Tensor,
     policy_rejected_logps: Tensor,
+    margin: Tensor | None = None,
     *,
     delta: Delta = 1.0,
 ) -> PairLoss:
-    """Sequence likelihood calibration, without its term of likelihood.
+    """Sequence likelihood calibration, its calibration term alone.
 
-        loss = max(0, delta - policy_w + policy_l)
+        loss = max(0, delta + margin - policy_w + policy_l)
 
-    The paper adds the negative log-likelihood of a target, for which `sft` may stand.
+    The paper adds the negative log-likelihood of a target, for which `sft` stands in `slic_hf`.
 
     Args:
         policy_chosen_logps: of the preferred responses, sums, (B,), nats.
         policy_rejected_logps: of the other responses, sums, (B,), nats.
+        margin: further lead that the preferred response must have, nats, (B,); a column of the
+            data. None stands for 0.
         delta: lead the preferred response must have, nats, > 0 (the paper: 1).
 
     Returns:
@@ -263,11 +251,15 @@ def slic_hf_loss(
     Raises:
         ValueError: if the shapes differ.
 
+    Elsewhere:
+        HALOs adds one number per pair to one per token, which broadcasts. TRL's `hinge` has a
+        reference and is another loss.
+
     Source:
         Zhao et al. 2023 (SLiC-HF), arXiv:2305.10425, its calibration term.
     """
     chosen, rejected = policy_logps(policy_chosen_logps, policy_rejected_logps)
-    losses = F.relu(delta - (chosen - rejected))
+    losses = F.relu(delta + required_lead(margin, chosen) - (chosen - rejected))
     return PairLoss(losses, chosen.detach(), rejected.detach())
 
 

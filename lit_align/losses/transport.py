@@ -2,7 +2,8 @@
 
 The batch is the sample. Values of two samples are matched by rank, the smallest with the smallest,
 so a loss depends on all pairs that are given together, and the batch given must be the whole
-window of an optimizer step: matched within micro-batches it would be another loss.
+window of an optimizer step: matched within micro-batches it would be another loss. `DPOModule` sees
+to that, however a step is cut; in validation, each batch is a sample of its own.
 """
 
 from torch import Tensor

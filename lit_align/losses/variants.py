@@ -15,6 +15,7 @@ from numbers import Real
 from typing import Annotated, Any, Protocol, TypeVar, get_origin
 
 from lit_align.errors import UserError
+from lit_align.names import elsewhere
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
@@ -39,7 +40,8 @@ class Range:
         # True is a number to Python; here it is a flag in the wrong place.
         if isinstance(value, bool) or not isinstance(value, Real):
             return False
-        number = float(value)
+        # A whole number may be larger than any float, and compares all the same.
+        number = value if isinstance(value, int) else float(value)
         return self.above < number < self.below and self.least <= number <= self.most
 
     def __str__(self) -> str:
@@ -112,12 +114,27 @@ class Variant:
     @property
     def reads_reference(self) -> bool:
         """Whether the loss compares the policy with a reference."""
-        return any(name.startswith("reference_") for name in self.tensors)
+        return bool(self.reference_tensors)
+
+    @property
+    def reference_tensors(self) -> frozenset[str]:
+        """What it reads of the reference."""
+        return frozenset(name for name in self.tensors if name.startswith("reference_"))
 
     @property
     def reads_lengths(self) -> bool:
         """Whether the loss counts the responses' tokens."""
         return any(name.endswith("_lengths") for name in self.tensors)
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether the loss scores the prompt's tokens as well."""
+        return any("prompt" in name for name in self.tensors)
+
+    @property
+    def reads_heads(self) -> bool:
+        """Whether the loss looks at the length that the two responses have in common."""
+        return any("_head_" in name for name in self.tensors)
 
     @property
     def reads_alignment(self) -> bool:
@@ -127,7 +144,7 @@ class Variant:
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns of the data that the loss cannot do without."""
-        made = ("policy_", "reference_")
+        made = ("policy_", "reference_", "draws")
         return tuple(
             n for n in self.tensors if not n.startswith(made) and not n.endswith("_lengths")
         )
@@ -142,7 +159,7 @@ class Variant:
         if unknown := given.keys() - self.hyperparameters.keys():
             raise UserError(
                 f"{self} takes {', '.join(self.hyperparameters) or 'no options'}, "
-                f"not {', '.join(sorted(unknown))}"
+                f"not {', '.join(sorted(unknown))}{''.join(map(elsewhere, sorted(unknown)))}"
             )
         return {name: self._value(name, given) for name in self.hyperparameters}
 
@@ -174,10 +191,14 @@ class Variants(dict[str, Variant]):
     Args:
         aliases: other names of a variant, by alias. They can be looked up but are not listed.
         noun: what the table holds, for messages; best the option that chooses from it.
+
+    Attributes:
+        hints: where names are found that somebody may look for here, by name.
     """
 
     def __init__(self, aliases: Mapping[str, str] | None = None, noun: str = "loss") -> None:
         super().__init__()
+        self.hints: dict[str, str] = {}
         self.aliases = dict(aliases or {})
         self.noun = noun
 
@@ -226,5 +247,7 @@ class Variants(dict[str, Variant]):
     def __missing__(self, name: str) -> Variant:
         if name in self.aliases:
             return self[self.aliases[name]]
+        if name in self.hints:
+            raise UserError(f"'{name}' is {self.hints[name]}")
         also = "".join(f", {alias} (= {own})" for alias, own in self.aliases.items())
         raise UserError(f"unknown {self.noun} '{name}'; known: {', '.join(sorted(self))}{also}")

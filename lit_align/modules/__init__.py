@@ -2,5 +2,6 @@
 
 from lit_align.modules.dpo import DPOModule
 from lit_align.modules.grpo import GRPOModule
+from lit_align.modules.unpaired import UnpairedModule
 
-__all__ = ["DPOModule", "GRPOModule"]
+__all__ = ["DPOModule", "GRPOModule", "UnpairedModule"]

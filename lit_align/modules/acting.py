@@ -20,6 +20,7 @@ from lit_align.modules.ranks import from_all_ranks
 from lit_align.modules.window import replica
 from lit_align.rewards import RewardSuite
 from lit_align.rollout import (
+    GREEDY,
     Completer,
     Drawn,
     Engine,
@@ -29,6 +30,7 @@ from lit_align.rollout import (
     Sample,
     Sampling,
     collect,
+    compare_with_greedy,
     context_length,
     is_informative,
     rollout_metrics,
@@ -143,42 +145,74 @@ class ActingModule(PolicyModule):
                         f"data.max_prompt_length to less than {context}"
                     )
 
+    @property
+    def reads_greedy(self) -> bool:
+        """Whether completions are compared with the prompt's greedy one; by default they are not.
+
+        It is then written for every prompt that is trained on, judged alike, and not trained on.
+        """
+        return False
+
     def make_rollout(
         self, draw: Callable[[int], list[Drawn]], plan: RolloutPlan, number: int
     ) -> Rollout:
         """Completions of freshly drawn prompts, scored and filtered, the same on every rank."""
-        kept: Groups = []
-        left_out: Groups = []
+        prompts: dict[int, Drawn] = {}
         with self._acting(self.engine, self.sampling) as completer:
-            for _ in range(1 + self.max_refills):
-                groups = self._groups(completer, draw(plan.prompts - len(kept)), plan)
-                for group in groups:
-                    teaches = is_informative(group) or not self.filter_groups
-                    (kept if teaches else left_out).append(group)
-                if len(kept) == plan.prompts or not self.filter_groups:
-                    break
-        metrics = rollout_metrics(kept + left_out, self.evaluation.right_from)
-        if not kept:
-            rank_zero_warn(
-                f"all {len(left_out)} groups drawn for step {self.trainer.global_step} have equal "
-                "rewards: nothing to learn from; see groups/all_right and groups/all_wrong"
-            )
-            kept, left_out = left_out[: plan.prompts], left_out[plan.prompts :]
+            kept, left_out = self._drawn_groups(completer, draw, plan, prompts)
+            metrics = rollout_metrics(kept + left_out, self.evaluation.right_from)
+            metrics["groups_trained"] = float(len(kept))
+            if not kept:
+                rank_zero_warn(
+                    f"all {len(left_out)} groups drawn for step {self.trainer.global_step} have "
+                    "equal rewards: nothing to learn from; see groups/all_right and "
+                    "groups/all_wrong"
+                )
+                kept, left_out = left_out[: plan.prompts], left_out[plan.prompts :]
+            answered = [prompts[group[0].group] for group in kept]
+            greedy = self._greedy(completer, answered) if self.reads_greedy else []
         self.rollout = Rollout(number, self.trainer.global_step, _flat(kept), metrics)
-        self.rollout.left_out = _flat(left_out)
+        self.rollout.left_out, self.rollout.greedy = _flat(left_out), greedy
         for sample in self.rollout.samples:
             sample.is_trained = not (self.mask_truncated and sample.finish_reason == "length")
-        self.rollout_means.update(metrics | {"groups_trained": float(len(kept))})
+        compare_with_greedy(self.rollout)
+        self.rollout_means.update(metrics)
         return self.rollout
 
-    def _groups(self, completer: Completer, drawn: Sequence[Drawn], plan: RolloutPlan) -> Groups:
+    def _drawn_groups(
+        self,
+        completer: Completer,
+        draw: Callable[[int], list[Drawn]],
+        plan: RolloutPlan,
+        prompts: dict[int, Drawn],
+    ) -> tuple[Groups, Groups]:
+        """Groups to train on and groups left out, of prompts that are noted by the group."""
+        kept: Groups = []
+        left_out: Groups = []
+        for _ in range(1 + self.max_refills):
+            drawn = draw(plan.prompts - len(kept))
+            prompts.update({one.group: one for one in drawn})
+            for group in self._groups(completer, drawn, range(plan.num_generations)):
+                teaches = is_informative(group) or not self.filter_groups
+                (kept if teaches else left_out).append(group)
+            if len(kept) == plan.prompts or not self.filter_groups:
+                break
+        return kept, left_out
+
+    def _greedy(self, completer: Completer, drawn: Sequence[Drawn]) -> list[Sample]:
+        """The scored greedy completion of each prompt, on all ranks."""
+        return _flat(self._groups(completer.greedy, drawn, [GREEDY]))
+
+    def _groups(
+        self, completer: Completer, drawn: Sequence[Drawn], numbers: Sequence[int]
+    ) -> Groups:
         """Scored completions of each prompt, on all ranks."""
         rank, replicas = replica(self.trainer)
         return collect(
             completer,
             lambda mine: from_all_ranks(self.trainer, mine),
             drawn,
-            num_generations=plan.num_generations,
+            numbers=numbers,
             rank=rank,
             replicas=replicas,
         )

@@ -1,26 +1,39 @@
 """Preference optimisation as a LightningModule.
 
-Everything that makes one preference loss differ from another is in its config (`DPOConfig`); here
-are only the forward pass, the normalisation over the optimizer-step window and the metrics.
+Everything that makes one preference loss differ from another is in its config (`DPOConfig`, or
+`CombinedConfig` for a sum of several); here are only the normalisation over the optimizer-step
+window and the metrics.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
 from lit_align.errors import UserError
-from lit_align.logprobs import Alignment, response_logprobs
-from lit_align.losses import DPOConfig, GRPOConfig, PairLoss, TensorCache, compute_loss
-from lit_align.modules.metrics import RunningMeans, gradient_norm
-from lit_align.modules.policy import Batch, Loadable, PolicyModule
-from lit_align.modules.window import replica, window_mean
-from lit_align.ops import IGNORE_INDEX, completion_lengths
-from lit_align.policies import policy_fingerprint
+from lit_align.losses import (
+    GRPOConfig,
+    PairConfig,
+    PairLoss,
+    UnpairedConfig,
+    check_columns,
+    compute_loss,
+    of_term,
+    pair_config,
+    remark,
+    weighted_sum,
+)
+from lit_align.modules.comparing import ComparingModule
+from lit_align.modules.metrics import RunningMeans
+from lit_align.modules.pair_logps import PairLogps, pair_logps
+from lit_align.modules.policy import Batch, Loadable
+from lit_align.modules.running import RunningNumbers
+from lit_align.modules.whole_window import Rows, WholeWindow, Windows
+from lit_align.modules.window import window_mean, with_gradient_of
 
 PAIR_METRICS = (
     "loss",
@@ -34,26 +47,16 @@ PAIR_METRICS = (
 )
 
 
-class PairLogps(NamedTuple):
-    """Log-probs of both responses of each pair, (B,), nats, summed over response tokens."""
-
-    chosen: Tensor
-    rejected: Tensor
-    chosen_lengths: Tensor
-    rejected_lengths: Tensor
-    chosen_alignment: Tensor | None
-    rejected_alignment: Tensor | None
-
-
-class DPOModule(PolicyModule):
+class DPOModule(ComparingModule):
     """Trains a policy on preference pairs with any preference loss.
 
-    Losses that compare with a reference need the `ReferenceCache` callback in the Trainer.
+    Losses that compare with a reference need the `ReferenceCache` callback in the Trainer, or
+    `ReferenceRefresh`.
 
     Args:
         policy: hub id, folder, GGUF file or "tiny"; or a recipe that says how to load one; or a
             loaded model, with an adapter of peft or without.
-        loss: name of a loss with its defaults, or its config.
+        loss: name of a loss, or of a sum of losses, with its defaults; or its config.
         tokenizer: of a loaded model that does not know where its own came from.
         reference: recipe of a second model to compare with; None: the policy before step 0.
         optimizer: from parameters to an optimizer; None: AdamW, learning rate 1e-6.
@@ -62,13 +65,13 @@ class DPOModule(PolicyModule):
     """
 
     rows = "pairs"
-    loss: DPOConfig
-    reference_fingerprint: str
+    sides = ("chosen", "rejected")
+    loss: PairConfig
 
     def __init__(
         self,
         policy: Loadable | nn.Module,
-        loss: str | DPOConfig | Mapping[str, Any] = "dpo",
+        loss: str | PairConfig | Mapping[str, Any] = "dpo",
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
         reference: Loadable | None = None,
@@ -83,89 +86,127 @@ class DPOModule(PolicyModule):
             optimizer=optimizer,
             scheduler=scheduler,
         )
-        self.reference_cache: TensorCache | None = None
+        self.windows = Windows()
+        self.running = RunningNumbers({n: term.config for n, term in self.loss.terms.items()})
         self.train_means = RunningMeans(*PAIR_METRICS)
         self.val_means = RunningMeans(*PAIR_METRICS)
 
     def setup(self, stage: str) -> None:
-        """Refuse, before anything is loaded, to give a loss a part of what it has to see whole."""
+        """Refuse, before anything is loaded, data that this loss cannot learn from."""
         super().setup(stage)
-        parts = self.trainer.accumulate_grad_batches * replica(self.trainer)[1]
-        if self.loss.variant.whole_window and parts > 1:
-            raise UserError(
-                f"loss '{self.loss.loss_type}' ranks all pairs of a step, which is cut in {parts} "
-                "parts: train on one rank with trainer.accumulate_grad_batches=1, and raise "
-                "data.batch_size"
-            )
+        self._check_columns()
 
-    def note_reference(self) -> None:
-        """The fingerprint of the policy before the first step: what the cache is a cache of."""
-        if self.loss.variant.reads_reference and not hasattr(self, "reference_fingerprint"):
-            self.reference_fingerprint = policy_fingerprint(self.policy)
+    def _check_columns(self) -> None:
+        """Refuse data that says of its pairs what the loss cannot honour."""
+        data = getattr(self.trainer, "datamodule", None)
+        parts = getattr(data, "pair_columns", {}).items()
+        for part, columns in parts:
+            check_columns(self.loss, columns, part)
+        for said in filter(None, (remark(self.loss, columns, part) for part, columns in parts)):
+            rank_zero_info(said)
+            break
 
-    def pair_logps(self, batch: Batch) -> PairLogps:
-        """Log-probs of both responses under the policy.
+    @property
+    def needs_window(self) -> bool:
+        """Whether the loss compares the pairs of an optimizer step with each other."""
+        return self.loss.whole_window
 
-        Both halves share one forward pass: FSDP then gathers the weights once, not twice.
-        """
-        input_ids, attention_mask, labels = stacked_pairs(batch)
-        scored = response_logprobs(
-            self.policy, input_ids, attention_mask, labels, alignment=self._alignment()
-        )
-        terms = (None, None) if scored.alignment is None else scored.alignment.sum(-1).chunk(2)
-        return PairLogps(
-            *scored.logprobs.sum(-1).chunk(2), *completion_lengths(labels).chunk(2), *terms
-        )
+    @property
+    def reads_heads(self) -> bool:
+        return self.loss.reads_heads
 
-    def _alignment(self) -> Alignment | None:
-        """Which alignment terms the loss wants; the authors of WPO recommend the sampled ones."""
-        if not self.loss.variant.reads_alignment or self.loss.alignment == "none":
-            return None
-        wanted: Alignment = self.loss.alignment or "sampled"
-        return wanted
+    def pair_logps(self, batch: Batch, model: nn.Module | None = None) -> PairLogps:
+        """Log-probs of both responses under the policy, or under another model."""
+        return pair_logps(self.policy if model is None else model, batch, self.loss)
+
+    def response_logps(self, batch: Batch, model: nn.Module | None = None) -> PairLogps:
+        return self.pair_logps(batch, model)
+
+    def response_loss(self, batch: Batch, logps: PairLogps) -> PairLoss:
+        return self.pair_loss(batch, logps)
+
+    def pair_losses(self, batch: Batch, logps: PairLogps) -> dict[str, PairLoss]:
+        """Losses and rewards per pair of every term of the loss, unweighted, by its name."""
+        reference = self.reference_rows(batch) if self.loss.reads_reference else {}
+        sums = logps.sums("policy") | reference
+        check_columns(self.loss, batch.keys(), "the batch")
+        given = {**batch, **logps.tensors(), **self._draws(logps)}
+        found = {}
+        for name, (_, config) in self.loss.terms.items():
+            read = logps.per_token(sums) if config.average_logps else sums
+            chosen, rejected = (read[f"policy_{side}_logps"] for side in ("chosen", "rejected"))
+            given_term = of_term(config.variant, given | read | self.running[name])
+            found[name] = compute_loss(config, given_term, chosen, rejected)
+        return found
+
+    def _draws(self, logps: PairLogps) -> dict[str, Tensor]:
+        """Random numbers, one for each pair, if a term decides by lot."""
+        decides = any("draws" in term.config.variant.tensors for term in self.loss.terms.values())
+        return {"draws": self.lot(len(logps.chosen))} if decides else {}
 
     def pair_loss(self, batch: Batch, logps: PairLogps) -> PairLoss:
-        """Losses and rewards per pair, through the loss that the config names."""
-        chosen, rejected = logps.chosen, logps.rejected
-        if self.loss.variant.average_logps:
-            chosen = chosen / logps.chosen_lengths.clamp(min=1)
-            rejected = rejected / logps.rejected_lengths.clamp(min=1)
-        if logps.chosen_alignment is not None and logps.rejected_alignment is not None:
-            batch = {
-                **batch,
-                "chosen_alignment_logps": logps.chosen_alignment,
-                "rejected_alignment_logps": logps.rejected_alignment,
-            }
-        return compute_loss(self.loss, batch, chosen, rejected, self.reference_cache)
+        """The weighted sum of the terms; rewards are those of the first."""
+        return weighted_sum(self.loss, self.pair_losses(batch, logps))
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        logps = self.pair_logps(batch)
-        pair = self.pair_loss(batch, logps)
-        mask = pair_mask(batch)
-        self.train_means.update(pair_metrics(pair, logps), mask)
-        return window_mean(pair.losses, mask, batch.get("window_pairs"), self.trainer)
+        given, logps, own = self._compared(batch, self.windows)
+        found = self.pair_losses(given, logps)
+        self.running.observe(found, own)
+        pair = weighted_sum(self.loss, found)
+        self.train_means.update(pair_metrics(pair, logps), own)
+        pairs = batch.get("window_pairs")
+        share = window_mean(pair.losses, own, pairs, self.trainer)
+        if not self.needs_window:
+            return share
+        whole = window_mean(pair.losses, torch.ones_like(own), pairs, self.trainer)
+        return with_gradient_of(share, whole)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        logps = self.pair_logps(batch)
-        self.val_means.update(pair_metrics(self.pair_loss(batch, logps), logps), pair_mask(batch))
+        """A loss that compares pairs with each other compares those of the batch."""
+        given, logps, own = self._compared(batch, None)
+        self.val_means.update(pair_metrics(self.pair_loss(given, logps), logps), own)
 
-    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        if not self.is_logging_step():
-            return
-        means = self._train_means()
-        self.log("train/loss", means.pop("loss"), prog_bar=True)
-        self.log_dict({f"train/{name}": value for name, value in means.items()})
-        self.log("train/grad_norm", gradient_norm(self.policy.parameters()))
+    def _compared(self, batch: Batch, windows: Windows | None) -> tuple[Batch, PairLogps, Tensor]:
+        """The pairs that the loss is given at once, and which of them are the batch's and real.
 
-    def on_train_epoch_end(self) -> None:
-        if self.train_means.update_called:
-            self._train_means()
+        They are those of the batch. A loss that compares them with each other is given all real
+        ones of the window: the batch's own live, and numbers for the others.
 
-    def _train_means(self) -> dict[str, Tensor]:
-        """Means over the steps since the last ones, which must be numbers."""
+        Args:
+            batch: of training or validation.
+            windows: of training; None: each batch stands for itself.
+        """
+        if not self.needs_window:
+            return batch, self.pair_logps(batch), pair_mask(batch)
+        if windows is None:
+            rows = self._pair_rows(batch)
+            rows, own = WholeWindow([rows]).around(rows)
+        else:
+            windows.look_ahead(self, batch, self._pair_rows, pair_mask(batch), self.loss.title)
+            rows, own = windows.around(self._pair_rows(batch, reference_known=windows.is_open))
+        return rows, PairLogps._make(rows.get(name) for name in PairLogps._fields), own
+
+    def _pair_rows(self, batch: Batch, *, reference_known: bool = False) -> Rows:
+        """Everything that losses read of each pair, and what it is told by."""
+        found = self.pair_logps(batch)._asdict()
+        if self.loss.reads_reference and not reference_known:
+            found |= self.reference_rows(batch)
+        mask = pair_mask(batch)
+        index = batch.get("index", torch.arange(len(mask), device=mask.device))
+        columns = {n: t for n, t in batch.items() if isinstance(t, Tensor) and t.dim() == 1}
+        return {
+            **columns,
+            **{name: tensor for name, tensor in found.items() if tensor is not None},
+            "index": index,
+            "key": index.unsqueeze(-1),
+            "is_real": mask,
+        }
+
+    def train_metrics(self) -> dict[str, Tensor]:
+        if not self.train_means.update_called:
+            return {}
         means = self.train_means.compute()
         self.train_means.reset()
-        self.refuse_a_loss_that_is_no_number(means["loss"])
         return means
 
     def on_validation_epoch_end(self) -> None:
@@ -173,18 +214,6 @@ class DPOModule(PolicyModule):
         self.val_means.reset()
         # They are those of all ranks already; Lightning warns of what it did not reduce itself.
         self.log_dict({f"val/{name}": value for name, value in means.items()}, sync_dist=True)
-
-
-def stacked_pairs(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Chosen above rejected, padded to one width: input_ids, attention_mask, labels, (2B, T)."""
-    width = max(batch["chosen_labels"].shape[1], batch["rejected_labels"].shape[1])
-
-    def stacked(name: str, filler: int) -> Tensor:
-        halves = (batch[f"chosen_{name}"], batch[f"rejected_{name}"])
-        return torch.cat([F.pad(half, (0, width - half.shape[1]), value=filler) for half in halves])
-
-    # Masked positions are read by nothing, so any valid id pads.
-    return stacked("input_ids", 0), stacked("attention_mask", 0), stacked("labels", IGNORE_INDEX)
 
 
 def pair_mask(batch: Batch) -> Tensor:
@@ -217,12 +246,15 @@ def pair_metrics(pair: PairLoss, logps: PairLogps) -> dict[str, Tensor]:
     }
 
 
-def _config(loss: str | DPOConfig | Mapping[str, Any]) -> DPOConfig:
+def _config(loss: str | PairConfig | Mapping[str, Any]) -> PairConfig:
     if isinstance(loss, GRPOConfig):
         raise UserError(
             f"'{loss.loss_fn}' is a loss of completions: choose a loss of pairs, such as dpo, or "
             "GRPOModule (module=grpo)"
         )
-    if isinstance(loss, DPOConfig):
-        return loss
-    return DPOConfig(loss) if isinstance(loss, str) else DPOConfig(**loss)
+    if isinstance(loss, UnpairedConfig):
+        raise UserError(
+            f"{loss.title} is a loss of labelled completions: choose a loss of pairs, such as dpo, "
+            "or UnpairedModule (module=unpaired)"
+        )
+    return pair_config(loss)

@@ -8,6 +8,7 @@ from typing import Any
 import lightning as L
 from torch import nn
 
+from lit_align.modules.inference import inference
 from lit_align.modules.sharding import shard
 from lit_align.policies import PolicyRecipe, has_adapter, reference_mode
 
@@ -30,16 +31,22 @@ class FrozenReference:
             other: the reference, if it is another model.
             device_mesh: over which a reference is sharded as the policy will be; None: it is not.
         """
-        if self.model is not None or (other is None and has_adapter(policy)):
+        model = self._start(policy, other) if self.model is None else None
+        if model is None:
             return
-        model: Any = copy.deepcopy(policy) if other is None else other.model()
         self.model = model.requires_grad_(False).eval()  # noqa: FBT003, torch's signature
         if device_mesh is not None:
             shard(self.model, device_mesh)
 
+    def _start(self, policy: nn.Module, other: PolicyRecipe | None) -> Any:
+        """A model to keep; None if an adapter can be switched off."""
+        if other is not None:
+            return other.model()
+        return None if has_adapter(policy) else copy.deepcopy(policy)
+
     @contextmanager
     def __call__(self, trainer: L.Trainer, policy: nn.Module) -> Iterator[nn.Module]:
-        """The reference, on its device and in the precision of the policy.
+        """The reference, on its device, in the precision of the policy and without gradients.
 
         Args:
             trainer: knows both.
@@ -48,8 +55,15 @@ class FrozenReference:
         if self.model is None:
             # Without either, the policy would be compared with itself.
             assert has_adapter(policy), "the reference was not noted before training"
-            with reference_mode(policy):
+            with reference_mode(policy), inference(trainer, policy):
                 yield policy
             return
+        with inference(trainer, self.placed(trainer)):
+            yield self.model
+
+    def placed(self, trainer: L.Trainer) -> nn.Module:
+        """The second model as the strategy has the policy: its dtype, its device."""
         self.model = trainer.precision_plugin.convert_module(self.model)
-        yield self.model.to(trainer.strategy.root_device)
+        self.model.to(trainer.strategy.root_device)
+        model: nn.Module = self.model
+        return model

@@ -6,6 +6,7 @@ the same module trains on completions that somebody else has recorded.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,29 +16,34 @@ from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
 from lit_align.errors import UserError
-from lit_align.logprobs import ResponseLogprobs, response_logprobs
+from lit_align.logprobs import Alignment, ResponseLogprobs, response_logprobs
 from lit_align.losses import (
     DPOConfig,
+    EntropyBonus,
     GRPOConfig,
-    advantages,
+    UnpairedConfig,
     aggregate,
     correction_weights,
     grpo_terms,
     kept_tokens,
+    next_entropy_bonus,
     policy_ratio,
     token_losses,
     window_counts,
 )
 from lit_align.modules.acting import ActingModule, Reward
+from lit_align.modules.advantages import give_advantages
+from lit_align.modules.compared_tokens import compared_tokens
 from lit_align.modules.first_ratio import check_first_ratio, check_sampler
 from lit_align.modules.frozen import FrozenReference
-from lit_align.modules.grpo_checks import check_data, check_loss, sampler_readers
+from lit_align.modules.grpo_checks import check_data, check_loss
 from lit_align.modules.inference import inference
 from lit_align.modules.metrics import Sums, gradient_norm
 from lit_align.modules.policy import Batch, Loadable
 from lit_align.modules.ranks import from_all_ranks
-from lit_align.modules.signal import TOKEN_SUMS, token_metrics, token_sums
-from lit_align.modules.window import replica
+from lit_align.modules.signal import TOKEN_SUMS, token_advantages, token_metrics, token_sums
+from lit_align.modules.whole_window import Windows
+from lit_align.modules.window import replica, with_gradient_of
 from lit_align.rollout import Engine, Rollout, RolloutPlan, Sample, Sampling
 
 COUNTS = ("window_tokens", "window_rows", "window_prompts", "row_prompt_tokens")
@@ -70,6 +76,7 @@ class GRPOModule(ActingModule):
 
     rows = "prompts"
     loss: GRPOConfig
+    live_reference: FrozenReference
 
     def __init__(  # noqa: PLR0913 - the configuration file sets each of them
         self,
@@ -114,20 +121,43 @@ class GRPOModule(ActingModule):
                 "a reference was given, and beta is 0, so that nothing compares with it: set "
                 "loss.beta, or leave the reference out"
             )
-        self.frozen = FrozenReference()
+        self.live_reference = FrozenReference()
         self.sums = Sums("loss", *TOKEN_SUMS)
         self._steps_summed = 0
+        self.windows = Windows()
+        self.entropy_bonus = EntropyBonus(config.entropy_bonus, config.entropy_bonus)
 
     def setup(self, stage: str) -> None:
         """Refuse, before anything is loaded, data that this loss cannot learn from."""
         super().setup(stage)
         check_data(self.loss, getattr(self.trainer, "datamodule", None))
 
+    @property
+    def reads_greedy(self) -> bool:
+        return self.loss.reads_greedy
+
+    @property
+    def needs_window(self) -> bool:
+        """Whether the loss compares the tokens of an optimizer step with each other."""
+        return bool(self.loss.reads_window)
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self.windows.forget()
+
     def note_reference(self) -> None:
         if self.loss.reads_reference:
-            self.frozen.note(self.policy, self.reference, self.device_mesh)
+            self.live_reference.note(self.policy, self.reference, self.device_mesh)
 
-    def scored(self, model: nn.Module, batch: Batch, *, entropy: bool = False) -> ResponseLogprobs:
+    def scored(
+        self,
+        model: nn.Module,
+        batch: Batch,
+        *,
+        entropy: bool = False,
+        entropy_gradient: bool = False,
+        alignment: Alignment | None = None,
+    ) -> ResponseLogprobs:
         """Log-probs of a batch's completions: one way for policy, reference, old and new."""
         return response_logprobs(
             model,
@@ -136,6 +166,8 @@ class GRPOModule(ActingModule):
             batch["labels"],
             temperature=self.sampling.temperature,
             entropy=entropy,
+            entropy_gradient=entropy_gradient,
+            alignment=alignment,
         )
 
     def finish_rollout(
@@ -150,7 +182,8 @@ class GRPOModule(ActingModule):
             mine: this rank's micro-batches, their samples and their tensors, as training has them.
         """
         in_reward = self.loss.kl_in == "reward" and self.loss.reads_reference
-        old = plan.steps > 1 or in_reward
+        several = plan.steps > 1 and self.loss.old_policy == "trainer"
+        old = several or in_reward or self.loss.reads_alignment
         found: dict[tuple[int, int], dict[str, list[float]]] = {}
         if old or self.loss.reads_reference:
             with inference(self.trainer, self.policy):
@@ -160,7 +193,7 @@ class GRPOModule(ActingModule):
         for sample in rollout.samples:
             place = (sample.group, sample.number)
             vars(sample).update(next((part[place] for part in everywhere if place in part), {}))
-        self._give_advantages(rollout, in_reward=in_reward)
+        give_advantages(self.loss, rollout.samples, self.reward.weights)
 
     def _logprobs(
         self, samples: Sequence[Sample], batch: Batch, *, old: bool
@@ -169,9 +202,13 @@ class GRPOModule(ActingModule):
         batch = move_data_to_device(dict(batch), self.device)
         by_name: dict[str, Tensor] = {}
         if old:
-            by_name["old_logprobs"] = self.scored(self.policy, batch).logprobs
+            wanted: Alignment | None = "sampled" if self.loss.reads_alignment else None
+            scored = self.scored(self.policy, batch, alignment=wanted)
+            by_name["old_logprobs"] = scored.logprobs
+            if scored.alignment is not None:
+                by_name["alignment"] = scored.alignment
         if self.loss.reads_reference:
-            with self.frozen(self.trainer, self.policy) as reference:
+            with self.live_reference(self.trainer, self.policy) as reference:
                 by_name["ref_logprobs"] = self.scored(reference, batch).logprobs
         return {
             (sample.group, sample.number): {
@@ -180,85 +217,77 @@ class GRPOModule(ActingModule):
             for n, sample in enumerate(samples)
         }
 
-    def _give_advantages(self, rollout: Rollout, *, in_reward: bool) -> None:
-        samples = rollout.samples
-        rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)
-        if in_reward:
-            rewards = rewards - self.loss.beta * torch.stack([self._kl(s) for s in samples])
-        groups = torch.tensor([s.group for s in samples])
-        lengths = torch.tensor([len(s.completion_ids) for s in samples])
-        others = {"lengths": lengths, **self._rewards_by_name(samples)}
-        given = advantages(self.loss, rewards, groups, **others).tolist()
-        for sample, advantage in zip(samples, given, strict=True):
-            sample.advantage = advantage
-
-    def _rewards_by_name(self, samples: Sequence[Sample]) -> dict[str, Tensor]:
-        """Each reward of each sample, NaN where it does not apply, and their weights."""
-        if "rewards_by_name" not in self.loss.variants["advantage"].tensors:
-            return {}
-        weights = self.reward.weights
-        rows = [[_number(sample.rewards[name]) for name in weights] for sample in samples]
-        return {
-            "rewards_by_name": torch.tensor(rows, dtype=torch.float64),
-            "reward_weights": torch.tensor([*weights.values()], dtype=torch.float64),
-        }
-
-    def _kl(self, sample: Sample) -> Tensor:
-        """Estimate of the KL between policy and reference on one completion, nats."""
-        old, ref = (
-            torch.tensor([getattr(sample, name)], dtype=torch.float64)
-            for name in ("old_logprobs", "ref_logprobs")
-        )
-        estimate: Tensor = self.loss.variants["kl_estimator"](
-            {"new_logprobs": old, "ref_logprobs": ref}, self.loss
-        )
-        return estimate.sum()
-
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        scored = self.scored(self.policy, batch, entropy=True)
+        bonus = self.entropy_bonus.weight
+        batch, scored, own = self._compared(batch, entropy_gradient=bonus != 0)
         new, mask = scored.logprobs, scored.mask
-        old = batch.get("old_logprobs", new.detach()).to(new.dtype)
-        if batch.get("is_fresh"):
-            check_first_ratio(self, new, old, mask)
-            check_sampler(self, old, batch.get("sampler_logprobs"), mask)
+        old, trainer, sampler = self._older(batch, new, mask)
         ratio = policy_ratio(self.loss, new, old, mask)
-        weights = self._weights(batch, old, mask)
-        gains = batch["advantages"].to(new.dtype).unsqueeze(-1).expand_as(new)
+        weights = correction_weights(self.loss, trainer, sampler, mask)
+        gains = token_advantages(batch, mask).to(new.dtype)
         context = {"old_logprobs": old, "mask": mask}
         kept = kept_tokens(
             self.loss,
             new_logprobs=new,
             advantages=gains,
             entropy=scored.entropy,
-            sampler_logprobs=self._sampler(batch, old),
-            **context,
+            old_logprobs=trainer,
+            sampler_logprobs=sampler,
+            mask=mask,
         )
         if "draws" in self.loss.variants["loss_fn"].tensors:
-            # Random numbers are those of the step, see `on_train_batch_start`.
-            context["draws"] = torch.rand(mask.shape, device="cpu").to(mask.device)
+            draws = torch.zeros_like(mask, dtype=torch.float32)
+            context["draws"] = draws.masked_scatter(mask, self.lot(int(mask.sum())))
         reference = batch.get("ref_logprobs")
         terms = grpo_terms(new, ratio, gains, reference, self.loss, weights, kept, **context)
-        losses = token_losses(self.loss, terms)
-        share = aggregate(self.loss, losses, mask, self._counts(batch, mask))
+        losses = token_losses(self.loss, terms, scored.entropy, bonus)
+        counts = self._counts(batch, mask)
+        share = aggregate(self.loss, losses, own, counts)
         if kept is not None:
             weights = kept if weights is None else weights * kept
+        scored = scored._replace(mask=own)
         self.sums.update({"loss": share} | token_sums(batch, scored, terms, ratio, weights))
+        if self.needs_window:
+            share = with_gradient_of(share, aggregate(self.loss, losses, mask, counts))
         return share * self._undivided(batch)
 
-    def _sampler(self, batch: Batch, old: Tensor) -> Tensor | None:
+    def _compared(
+        self, batch: Batch, *, entropy_gradient: bool
+    ) -> tuple[Batch, ResponseLogprobs, Tensor]:
+        """The completions that the loss is given at once, and the batch's own tokens, (B, T-1).
+
+        They are those of the batch. A loss that compares tokens with all others is given those of
+        the window: the batch's own live, and numbers for the others.
+        """
+        score = partial(self.scored, self.policy, entropy=True, entropy_gradient=entropy_gradient)
+        if self.needs_window:
+            return compared_tokens(self, self.windows, batch, score, self.loss.reads_window)
+        scored = score(batch)
+        return batch, scored, scored.mask
+
+    def _older(
+        self, batch: Batch, new: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What ratios divide by, what is compared with the sampler, and the sampler; (B, T-1)."""
+        sampler = self._sampler(batch, new)
+        own = batch.get("old_logprobs", new.detach()).to(new.dtype)
+        if batch.get("is_fresh"):
+            check_first_ratio(self, new, own, mask)
+            check_sampler(self, own, batch.get("sampler_logprobs"), mask)
+        if sampler is not None and self.loss.old_policy == "sampler":
+            return sampler, new.detach(), sampler
+        return own, own, sampler
+
+    def _sampler(self, batch: Batch, new: Tensor) -> Tensor | None:
         """What the engine says of its tokens, if it says it of all it could have drawn."""
         if self.loss.reads_sampler and "sampler_logprobs" not in batch:
             raise UserError(
-                f"{sampler_readers(self.loss)} needs the sampler's log-probs, and this engine "
+                f"{self.loss.sampler_readers} needs the sampler's log-probs, and this engine "
                 "reports none: choose an engine that does, or loss.correction=none (and "
-                "loss.token_filter=none)"
+                "loss.token_filter=none, loss.old_policy=trainer)"
             )
         reported = batch.get("sampler_logprobs") if self.sampling.is_full else None
-        return None if reported is None else reported.to(old.dtype)
-
-    def _weights(self, batch: Batch, old: Tensor, mask: Tensor) -> Tensor | None:
-        """What corrects that another engine than the policy sampled."""
-        return correction_weights(self.loss, old, self._sampler(batch, old), mask)
+        return None if reported is None else reported.to(new.dtype)
 
     def _counts(self, batch: Batch, mask: Tensor) -> Mapping[str, Tensor]:
         """Counts of the window; a batch that says nothing of them is a window of its own."""
@@ -296,7 +325,27 @@ class GRPOModule(ActingModule):
         self.sums.reset()
         self._steps_summed = 0
         self.refuse_a_loss_that_is_no_number(loss)
-        return {"loss": loss, **token_metrics(sums)}
+        return {"loss": loss, **token_metrics(sums), **self._entropy_bonus_of_the_step(sums)}
+
+    def _entropy_bonus_of_the_step(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The weight that the step had; what it showed decides on the next one's."""
+        if not self.loss.has_entropy_bonus:
+            return {}
+        weight, tokens = torch.tensor(self.entropy_bonus.weight), float(sums["tokens"])
+        if tokens:  # nothing is shown by a step without any
+            self.entropy_bonus = next_entropy_bonus(
+                self.loss, self.entropy_bonus.coefficient, float(sums["entropy"]) / tokens
+            )
+        return {"entropy_bonus": weight}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["entropy_bonus"] = list(self.entropy_bonus)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        if "entropy_bonus" in checkpoint:
+            self.entropy_bonus = EntropyBonus(*checkpoint["entropy_bonus"])
 
 
 def _config(loss: str | GRPOConfig | Mapping[str, Any] | None) -> GRPOConfig:
@@ -307,12 +356,12 @@ def _config(loss: str | GRPOConfig | Mapping[str, Any] | None) -> GRPOConfig:
             f"'{loss.loss_type}' is a loss of pairs: choose a loss of completions, such as dapo, "
             "or DPOModule (module=dpo)"
         )
+    if isinstance(loss, UnpairedConfig):
+        raise UserError(
+            f"{loss.title} is a loss of labelled completions: choose a loss of policies, such as "
+            "dapo, or UnpairedModule (module=unpaired)"
+        )
     return loss if isinstance(loss, GRPOConfig) else GRPOConfig(**(loss or {}))
-
-
-def _number(reward: float | None) -> float:
-    """NaN for a reward that does not apply."""
-    return float("nan") if reward is None else reward
 
 
 def _of_completion(row: Tensor, sample: Sample) -> list[float]:

@@ -16,21 +16,10 @@ def check_loss(loss: GRPOConfig, sampling: Sampling) -> None:
     """
     if loss.reads_sampler and not sampling.is_full:
         raise UserError(
-            f"{sampler_readers(loss)} compares the probabilities that tokens were drawn with, and "
+            f"{loss.sampler_readers} compares the probabilities that tokens were drawn with, and "
             "top_p, top_k or min_p leave tokens out of the sampler's distribution only: sample "
             "with top_p=1, top_k=0, min_p=0, or without a correction (correction=none, "
-            "token_filter=none)"
-        )
-    if loss.entropy_bonus:
-        raise UserError(
-            f"entropy_bonus is {loss.entropy_bonus:g}, and entropies are measured without a "
-            "gradient here: they can be a term of a loss of one's own, see lit_align.losses."
-            "token_losses; with GRPOModule leave it at 0"
-        )
-    if "greedy_rewards" in loss.variants["advantage"].tensors:
-        raise UserError(
-            f"advantage '{loss.advantage}' compares with the prompt's greedy completion, and a "
-            "rollout has none: choose leave_one_out, whose baseline is made of the samples"
+            "token_filter=none, old_policy=trainer)"
         )
 
 
@@ -55,22 +44,3 @@ def check_data(loss: GRPOConfig, data: Any) -> None:
             f"policy moves, and a rollout serves {plan.steps} steps: set "
             "data.steps_per_rollout and data.num_iterations to 1, or choose another loss_fn"
         )
-    _check_window(loss, plan)
-
-
-def _check_window(loss: GRPOConfig, plan: RolloutPlan) -> None:
-    """A rank among all tokens of a step is none among those of a part of it."""
-    parts = plan.micro_batches * plan.replicas
-    if loss.reads_window and parts > 1:
-        rows = plan.prompts_per_step * plan.num_generations
-        raise UserError(
-            f"{loss.reads_window} compares a token with all others of its step, which is cut into "
-            f"{plan.micro_batches} micro-batches on {plan.replicas} rank(s): train on one, and "
-            f"set data.batch_size to at least {rows}"
-        )
-
-
-def sampler_readers(loss: GRPOConfig) -> str:
-    """What reads the sampler's log-probs."""
-    variants = (loss.variants[axis] for axis in ("correction", "token_filter"))
-    return " and ".join(str(v) for v in variants if "sampler_logprobs" in v.tensors)

@@ -27,8 +27,14 @@ def inference(trainer: L.Trainer, model: nn.Module) -> Iterator[None]:
         trainer.precision_plugin.forward_context(),
     ):
         yield
-        # After a forward pass FSDP leaves the outermost weights gathered, for the backward pass
-        # that follows in training. A checkpoint could not be restored into them.
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        reshard(model)
+
+
+def reshard(model: nn.Module) -> None:
+    """Let go of the weights that a forward pass has left gathered, if no backward pass follows.
+
+    FSDP keeps the outermost ones for it. A checkpoint could not be restored into them.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -15,6 +15,7 @@ from torch.optim import AdamW, Optimizer
 from transformers import PreTrainedTokenizerBase
 
 from lit_align.errors import UserError
+from lit_align.modules.frozen import FrozenReference
 from lit_align.modules.sharding import shard
 from lit_align.modules.window import replica
 from lit_align.policies import PolicyRecipe, has_adapter
@@ -26,6 +27,10 @@ Loadable = Place | PolicyRecipe | Mapping[str, Any]
 
 class LossConfig(Protocol):
     """Which loss, as plain values that can be compared."""
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether it compares the policy with a reference."""
 
     def as_dict(self) -> dict[str, Any]:
         """The values."""
@@ -48,6 +53,8 @@ class PolicyModule(L.LightningModule):
     policy: Any  # a model of transformers, or of peft around one
     # What a data module must give, by its own attribute of this name; one without it may be right.
     rows: str
+    # What to run for the reference's log-probs; None where they are looked up.
+    live_reference: FrozenReference | None = None
 
     def __init__(
         self,
@@ -77,6 +84,11 @@ class PolicyModule(L.LightningModule):
                 "reference": None if self.reference is None else asdict(self.reference),
             }
         )
+
+    @property
+    def needs_window(self) -> bool:
+        """Whether loaders are to show each optimizer step as a whole before its first part."""
+        return False
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -148,9 +160,19 @@ class PolicyModule(L.LightningModule):
         Lightning's checkpoints hold no random state; so what dropout draws depends on the step
         and the rank alone, and a resumed run draws what an uninterrupted one would.
         """
+        self.seed_step()
+
+    def seed_step(self, ahead: int = 0) -> None:
+        """Set the random state to that of the present micro-batch, or of one so many further on."""
         rank, _ = replica(self.trainer)
-        step = self.trainer.fit_loop.epoch_loop.total_batch_idx
+        step = self.trainer.fit_loop.epoch_loop.total_batch_idx + ahead
         torch.manual_seed(((self.run_seed << 24) + step << 7) + rank & 2**63 - 1)
+
+    def lot(self, count: int) -> Tensor:
+        """Random numbers from 0 to 1, (count,), the same on all ranks and all through a step."""
+        seed = (self.run_seed << 24) + self.trainer.global_step & 2**63 - 1
+        generator = torch.Generator().manual_seed(seed)
+        return torch.rand(count, generator=generator, dtype=torch.float32).to(self.device)
 
     def is_logging_step(self) -> bool:
         """Whether Lightning's loggers listen at the optimizer step that is about to be made.
@@ -214,16 +236,25 @@ class PolicyModule(L.LightningModule):
             )
         saved = checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY]["loss"]
         if self._trainer is not None and saved != self.loss.as_dict():
-            differing = {**saved, **self.loss.as_dict()}
+            was, is_now = _flat(saved), _flat(self.loss.as_dict())
             changes = ", ".join(
-                f"{name} {saved.get(name)!r} is now {self.loss.as_dict().get(name)!r}"
-                for name in differing
-                if saved.get(name) != self.loss.as_dict().get(name)
+                f"{name} {was.get(name)!r} is now {is_now.get(name)!r}"
+                for name in {**was, **is_now}
+                if was.get(name) != is_now.get(name)
             )
             raise UserError(
                 f"the checkpoint was trained with another loss ({changes}): repeat the settings "
                 "of the run that is to go on"
             )
+
+
+def _flat(values: Mapping[str, Any], within: str = "") -> dict[str, Any]:
+    """Nested values by the names that set them, such as `terms.dpo.beta`."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        inner = isinstance(value, Mapping)
+        found |= _flat(value, f"{within}{name}.") if inner else {f"{within}{name}": value}
+    return found
 
 
 def _built(what: str, make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

@@ -1,6 +1,7 @@
 """Who does which share of a callback's work, and how all ranks come to know the outcome."""
 
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import TypeVar
 
 import lightning as L
@@ -31,6 +32,12 @@ def from_all_ranks(trainer: L.Trainer, value: T) -> list[T]:
     values: list[T | None] = [None] * trainer.world_size
     torch.distributed.all_gather_object(values, value)
     return values  # type: ignore[return-value]  # every entry is filled
+
+
+def from_all_replicas(trainer: L.Trainer, value: T) -> list[T]:
+    """The value of each replica of the data, in their order; ranks that share one count once."""
+    rank, _ = replica(trainer)
+    return list(dict(sorted(from_all_ranks(trainer, (rank, value)), key=itemgetter(0))).values())
 
 
 def is_sharded(model: nn.Module) -> bool:

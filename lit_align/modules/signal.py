@@ -44,8 +44,8 @@ def token_sums(
     """Sums over the trained tokens of a micro-batch, and how many tokens are which of five.
 
     Args:
-        batch: `advantages` (B,); maybe `masked_tokens` (B,), `sampler_logprobs` and
-            `old_logprobs` (B, T-1), nats.
+        batch: `advantages` (B,) or `token_advantages` (B, T-1); maybe `masked_tokens` (B,),
+            `sampler_logprobs` and `old_logprobs` (B, T-1), nats.
         scored: log-probs and entropy of the policy, and which tokens are trained.
         terms: of the loss.
         ratio: of new to old probabilities, (B, T-1).
@@ -78,6 +78,13 @@ def token_sums(
     return sums
 
 
+def token_advantages(batch: Mapping[str, Tensor], mask: Tensor) -> Tensor:
+    """Of each token its own advantage, or that of its completion, (B, T-1)."""
+    if "token_advantages" in batch:
+        return batch["token_advantages"]
+    return batch["advantages"].unsqueeze(-1).expand_as(mask)
+
+
 def _parts(
     batch: Mapping[str, Tensor], mask: Tensor, clipped: Tensor, weights: Tensor | None
 ) -> dict[str, Tensor]:
@@ -86,7 +93,7 @@ def _parts(
     counts = {"tokens/masked": masked.sum()}
     left = mask
     for name, belongs in (
-        ("no_advantage", (batch["advantages"] == 0).unsqueeze(-1).expand_as(mask)),
+        ("no_advantage", token_advantages(batch, mask) == 0),
         ("dropped", torch.zeros_like(mask) if weights is None else weights == 0),
         ("clipped", clipped),
     ):

@@ -45,3 +45,12 @@ def window_mean(
         return total / mask.sum().clamp(min=1)
     factor: int = trainer.accumulate_grad_batches * replica(trainer)[1]
     return total * factor / window_rows
+
+
+def with_gradient_of(value: Tensor, other: Tensor) -> Tensor:
+    """The value of the one, (), with the gradient of the other.
+
+    A micro-batch answers for its own rows. Where the loss of other rows depends on them too, that
+    is a part of its gradient.
+    """
+    return value.detach() + (other - other.detach())

@@ -216,7 +216,11 @@ def _is_wrong_number(question: Sum, text: str) -> bool:
 
 
 def write_pairs(path: Path, pairs: Iterable[tuple[Sum, str]]) -> None:
-    """Preference pairs as conversational JSON lines: the right answer is chosen."""
+    """Preference pairs as conversational JSON lines: the right answer is chosen.
+
+    If an answer's score is minus how far it is off, and the right one has a point more (a wrong one
+    may be 038), `margin` is the difference of the two scores.
+    """
 
     def message(role: str, content: str) -> list[dict[str, str]]:
         return [{"role": role, "content": content}]
@@ -228,6 +232,7 @@ def write_pairs(path: Path, pairs: Iterable[tuple[Sum, str]]) -> None:
                 "prompt": message("user", question.prompt),
                 "chosen": message("assistant", question.answer),
                 "rejected": message("assistant", wrong),
+                "margin": 1 + abs(int(question.answer) - int(wrong)),
             }
             lines.write(json.dumps(row, separators=(",", ":")) + "\n")
 

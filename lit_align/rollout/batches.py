@@ -1,8 +1,9 @@
 """From samples to the tensors of a micro-batch."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,9 +23,10 @@ def collate(samples: Sequence[Sample]) -> Batch:
         samples: at least one, each with a prompt of at least one token.
 
     Returns:
-        `input_ids`, `attention_mask`, `labels` (B, T) int64; `advantages` (B,) float32;
-        `masked_tokens` (B,) int64, tokens of completions that do not count; and of the per-token
-        log-probs those that all samples have, (B, T-1) float32, nats, 0 outside the completion.
+        `input_ids`, `attention_mask`, `labels` (B, T) int64; `group` and `number` (B,) int64, by
+        which a sample is known; `advantages` (B,) float32; `masked_tokens` (B,) int64, tokens of
+        completions that do not count; and of the numbers per token (`PER_TOKEN`) those that all
+        samples have, (B, T-1) float32, 0 outside the completion.
     """
     ids = [torch.tensor([*sample.prompt_ids, *sample.completion_ids]) for sample in samples]
     masked = [len(sample.completion_ids) - sample.trained_tokens for sample in samples]
@@ -37,6 +39,8 @@ def collate(samples: Sequence[Sample]) -> Batch:
             batch_first=True,
             padding_value=IGNORE_INDEX,
         ),
+        "group": torch.tensor([sample.group for sample in samples]),
+        "number": torch.tensor([sample.number for sample in samples]),
         "masked_tokens": torch.tensor(masked),
         "advantages": torch.tensor([s.advantage for s in samples], dtype=torch.float32),
     }
@@ -79,6 +83,13 @@ def window_stamps(window: Window, rank: int) -> list[Batch]:
     }
     of_rows = [[tokens[sample.group] for sample in shares[rank]] or [0] for shares in window]
     return [{**of_window, "row_prompt_tokens": _floats(counts)} for counts in of_rows]
+
+
+def with_window(batches: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The batches of an optimizer step, of which the first holds all of them under `window`."""
+    window = list(batches)
+    yield window[0] | {"window": window}
+    yield from window[1:]
 
 
 def _labels(ids: Tensor, sample: Sample) -> Tensor:

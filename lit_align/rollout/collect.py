@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from lit_align.rewards import RewardSuite, Scores
 from lit_align.rollout.engine import Engine, Request, Sampling, sample_seed
-from lit_align.rollout.rows import Drawn, Sample, grouped
+from lit_align.rollout.rows import Drawn, Rollout, Sample, grouped
 
 # A prompt and the numbers of the completions that are wanted of it.
 Task = tuple[Drawn, list[int]]
@@ -59,6 +59,12 @@ class Completer:
             for number, completion in zip(numbers, completions, strict=True)
         ]
 
+    @property
+    def greedy(self) -> "Completer":
+        """One that takes the likeliest token each time, and is the same otherwise."""
+        likeliest = replace(self.sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+        return replace(self, sampling=likeliest)
+
     def judge(self, samples: Sequence[Sample], drawn: Sequence[Drawn]) -> None:
         """Let every sample know its rewards; `drawn` holds the prompts that they answer."""
         columns = {one.group: one.prompt.columns for one in drawn}
@@ -101,7 +107,7 @@ def as_reply(sample: Sample) -> Any:
     return [{"role": "assistant", "content": sample.completion}]
 
 
-def share(drawn: Sequence[Drawn], num_generations: int, rank: int, replicas: int) -> list[Task]:
+def share(drawn: Sequence[Drawn], numbers: Sequence[int], rank: int, replicas: int) -> list[Task]:
     """What one rank writes: as many completions as any other, give or take one.
 
     A group may be divided between ranks. The shares of all ranks, one after the other, are the
@@ -109,17 +115,17 @@ def share(drawn: Sequence[Drawn], num_generations: int, rank: int, replicas: int
 
     Args:
         drawn: prompts.
-        num_generations: completions of each.
+        numbers: of the completions of each.
         rank: of this process.
         replicas: ranks that share the work.
     """
-    total = len(drawn) * num_generations
+    total = len(drawn) * len(numbers)
     first, last = (total * (rank + n) // replicas for n in (0, 1))
     tasks: dict[int, list[int]] = {}
     for place in range(first, last):
-        group, number = divmod(place, num_generations)
-        tasks.setdefault(group, []).append(number)
-    return [(drawn[group], numbers) for group, numbers in tasks.items()]
+        group, position = divmod(place, len(numbers))
+        tasks.setdefault(group, []).append(numbers[position])
+    return [(drawn[group], mine) for group, mine in tasks.items()]
 
 
 def collect(
@@ -127,7 +133,7 @@ def collect(
     gather: Callable[[list[Sample]], list[list[Sample]]],
     drawn: Sequence[Drawn],
     *,
-    num_generations: int,
+    numbers: Sequence[int],
     rank: int,
     replicas: int,
 ) -> list[list[Sample]]:
@@ -140,16 +146,33 @@ def collect(
         completer: writes and judges.
         gather: brings what each rank holds to all of them, in the order of the ranks.
         drawn: prompts.
-        num_generations: completions of each.
+        numbers: of the completions of each.
         rank: of this process.
         replicas: ranks that share the work.
     """
-    written = gather(completer.write(share(drawn, num_generations, rank, replicas)))
+    written = gather(completer.write(share(drawn, numbers, rank, replicas)))
     groups = grouped([sample for samples in written for sample in samples])
     mine = [sample for group in groups[rank::replicas] for sample in group]
     completer.judge(mine, drawn)
     judged = [sample for samples in gather(mine) for sample in samples]
     return grouped(sorted(judged, key=lambda sample: (sample.group, sample.number)))
+
+
+def compare_with_greedy(rollout: Rollout) -> None:
+    """Let every sample know the reward of its prompt's greedy completion, if there is one.
+
+    Args:
+        rollout: its `metrics` gain how well the greedy completions did, and how long they are.
+    """
+    if not rollout.greedy:
+        return
+    rewards = {sample.group: sample.reward for sample in rollout.greedy}
+    for sample in rollout.samples:
+        sample.greedy_reward = rewards[sample.group]
+    scored = [reward for reward in rewards.values() if not math.isnan(reward)]
+    lengths = [len(sample.completion_ids) for sample in rollout.greedy]
+    rollout.metrics["reward_greedy"] = math.fsum(scored) / max(len(scored), 1)
+    rollout.metrics["completions/greedy_mean_length"] = sum(lengths) / len(lengths)
 
 
 def is_informative(group: Sequence[Sample], tolerance: float = 1e-9) -> bool:

@@ -13,11 +13,13 @@ from typing import Any, Protocol
 import torch
 
 from lit_align.errors import UserError
-from lit_align.rollout.batches import Batch, collate, filler, window_stamps
+from lit_align.rollout.batches import collate, filler, window_stamps, with_window
 from lit_align.rollout.plan import RolloutPlan, Window, cut, steps_of
 from lit_align.rollout.rows import Drawn, Rollout, Sample
 from lit_align.rollout.stream import PromptStream
 
+# Of the values, only `window` is no tensor: a list of batches.
+Batch = dict[str, Any]
 # What may not change within a run.
 SIZES = ("prompts_per_step", "num_generations", "steps_per_rollout", "num_iterations")
 
@@ -55,12 +57,16 @@ class RolloutLoader:
     those of its micro-batches up to there, and the rest of it is dropped, as Lightning makes the
     optimizer step.
 
+    If `whole_window`, the first batch of a window that has other batches or other ranks holds, as
+    `window`, all batches of the window on this rank, in order, itself included.
+
     Args:
         stream: of prompts.
         actor: makes rollouts.
         plan: the sizes.
         rank: of this process among `plan.replicas`.
         limit_batches: micro-batches of an epoch (int) or share of them (float), or a function.
+        whole_window: whether a window is looked at as a whole before it is trained on.
     """
 
     def __init__(
@@ -71,12 +77,14 @@ class RolloutLoader:
         *,
         rank: int = 0,
         limit_batches: float | Callable[[], float] = 1.0,
+        whole_window: bool = False,
     ) -> None:
         self.stream = stream
         self.actor = actor
         self.plan = plan
         self.rank = rank
         self.limit_batches = limit_batches
+        self.whole_window = whole_window
         self.rollout: Rollout | None = None
         self._rollouts_made = 0
         self._windows_done = 0  # of the rollout
@@ -186,8 +194,12 @@ class RolloutLoader:
         assert self.rollout is not None
         rollout, stamps = self.rollout, window_stamps(window, self.rank)
         is_fresh = {"is_fresh": torch.tensor(self._windows_done == 0)}
-        for shares, stamp in list(zip(window, stamps, strict=True))[first:]:
-            yield _tensors(shares[self.rank], rollout) | stamp | is_fresh
+        batches = (
+            _tensors(shares[self.rank], rollout) | stamp | is_fresh
+            for shares, stamp in list(zip(window, stamps, strict=True))[first:]
+        )
+        has_others = (len(window) - first) * self.plan.replicas > 1
+        return with_window(batches) if self.whole_window and has_others else batches
 
     def _end_window(self) -> None:
         self._windows_done += 1

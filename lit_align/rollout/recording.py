@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from lit_align.errors import UserError
 from lit_align.rollout.engine import Completion
+from lit_align.rollout.rows import GREEDY
 
 FINISH_REASONS = ("stop", "length")
 
@@ -96,6 +97,10 @@ def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
+def _is_number(value: object) -> bool:
+    return _is_whole(value) or (type(value) is int and value == GREEDY)
+
+
 def _is_ids(value: object) -> bool:
     return isinstance(value, Sequence) and len(value) > 0 and all(map(_is_whole, value))
 
@@ -110,7 +115,7 @@ def _is_logprobs(value: object) -> bool:
 FIELDS: dict[str, tuple[Callable[[object], bool], str]] = {
     "prompt_ids": (_is_ids, "a list of token ids"),
     "completion_ids": (_is_ids, "a list of token ids"),
-    "sample": (_is_whole, "a whole number >= 0"),
+    "sample": (_is_number, f"a whole number >= 0, or {GREEDY} for the greedy completion"),
     "finish_reason": (lambda value: value in FINISH_REASONS, "'stop' or 'length'"),
     "logprobs": (_is_logprobs, "a list of finite numbers <= 0"),
     "version": (_is_whole, "a whole number >= 0"),

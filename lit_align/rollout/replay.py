@@ -10,6 +10,7 @@ from torch import nn
 from lit_align.errors import UserError
 from lit_align.rollout.engine import Completion, Request, Sampling
 from lit_align.rollout.recording import Recorded, read_recordings, shown
+from lit_align.rollout.rows import GREEDY
 
 
 class ReplayEngine:
@@ -26,8 +27,8 @@ class ReplayEngine:
     Args:
         path: a JSONL file of rollouts, or a folder of them, one completion a line, as the rollout
             log writes it; files called validation-* are left alone. Read are prompt_ids,
-            completion_ids, sample, finish_reason, and where present logprobs, version (else 0) and
-            prompt (for messages).
+            completion_ids, sample (-1 for the greedy one), finish_reason, and where present
+            logprobs, version (else 0) and prompt (for messages).
 
     Raises:
         UserError: if there is no such file, or a line is broken, naming file and line.
@@ -107,4 +108,6 @@ class ReplayEngine:
         return (
             f"{len(samples)} completions were recorded for the prompt {shown(prompt)}, and none "
             f"of them is sample {', '.join(map(str, absent))}"
+            + " (the greedy one, which the advantage compares with)"
+            * (GREEDY in absent)
         )

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 Ids = list[int]
-PER_TOKEN = ("sampler_logprobs", "old_logprobs", "ref_logprobs")
+# The number of a prompt's greedy completion, which is no member of its group.
+GREEDY = -1
+PER_TOKEN = ("sampler_logprobs", "old_logprobs", "ref_logprobs", "token_advantages")
 # What a checkpoint keeps of each sample beside lists.
 DTYPES = {
     "group": torch.int64,
@@ -48,16 +50,21 @@ class Sample:
     Attributes:
         group: see `Drawn`.
         row: of the data.
-        number: within the group.
+        number: within the group; `GREEDY` of the greedy one, which is compared with and no more.
         prompt_ids: token ids of the prompt.
         completion_ids: token ids of the completion, with the stop token if there was one.
         finish_reason: "stop", or "length" for a completion that was cut.
         is_trained: whether its tokens count in the loss.
         reward: weighted sum of the rewards, without the KL; NaN if no reward applied.
         advantage: set once the whole group is known.
+        greedy_reward: of the prompt's greedy completion, if the advantage wants it; not kept in
+            checkpoints, which hold the advantage.
         sampler_logprobs: of the completion's tokens as the engine reports them, nats.
         old_logprobs: under the policy that the rollout was made with, by the trainer's own path.
         ref_logprobs: under the reference.
+        token_advantages: if they differ within the completion; then `advantage` is their mean.
+        alignment: of the policy that the rollout was made with, if the advantage wants it, nats;
+            not kept in checkpoints either.
         prompt: text or messages; what people read. Not kept in checkpoints.
         completion: text; not kept in checkpoints.
         rewards: by name; not kept in checkpoints.
@@ -73,9 +80,12 @@ class Sample:
     is_trained: bool = True
     reward: float = float("nan")
     advantage: float = 0.0
+    greedy_reward: float = float("nan")
     sampler_logprobs: list[float] | None = None
     old_logprobs: list[float] | None = None
     ref_logprobs: list[float] | None = None
+    token_advantages: list[float] | None = None
+    alignment: list[float] | None = None
     prompt: Any = None
     completion: str = ""
     rewards: dict[str, float | None] = field(default_factory=dict)
@@ -102,6 +112,7 @@ class Rollout:
         samples: those to train on, group by group.
         metrics: numbers about all completions, those that were filtered out included.
         left_out: completions of groups that were filtered out, for people to read.
+        greedy: the greedy completions of the prompts, if an advantage wants them; likewise.
     """
 
     number: int
@@ -109,6 +120,7 @@ class Rollout:
     samples: list[Sample]
     metrics: dict[str, float] = field(default_factory=dict)
     left_out: list[Sample] = field(default_factory=list)
+    greedy: list[Sample] = field(default_factory=list)
 
     def groups(self) -> list[list[Sample]]:
         """The samples by group, in their order."""
@@ -137,7 +149,7 @@ class Rollout:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "Rollout":
-        """The rollout that gave this state, without its texts, metrics and what was left out."""
+        """The rollout that gave this state, without texts, metrics and what is not trained on."""
         columns = {name: _rows(column) for name, column in state["samples"].items()}
         rows = zip(*columns.values(), strict=True)
         samples = [Sample(**dict(zip(columns, row, strict=True))) for row in rows]
@@ -150,7 +162,7 @@ def grouped(samples: Sequence[Sample]) -> list[list[Sample]]:
 
 
 def known(samples: Sequence[Sample]) -> list[str]:
-    """Which of the log-probs `PER_TOKEN` every one of the samples has."""
+    """Which of the numbers `PER_TOKEN` every one of the samples has."""
     return [
         name for name in PER_TOKEN if all(getattr(sample, name) is not None for sample in samples)
     ]

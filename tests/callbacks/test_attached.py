@@ -38,7 +38,8 @@ def test_what_serves_pairs_only_says_what_completions_have_instead(act, callback
     assert isinstance(result.ended_by, UserError)
     name = type(callback).__name__
     assert str(result.ended_by) == (
-        f"{name} serves a DPOModule, not a GRPOModule: leave the callback out; {instead}"
+        f"{name} serves a DPOModule or UnpairedModule, not a GRPOModule: leave the callback out; "
+        f"{instead}"
     )
     assert not hasattr(result.module, "policy"), "before a model is loaded"
 

@@ -1,6 +1,7 @@
 """What is computed, what is not, and that the numbers are those of the reference."""
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -196,14 +197,40 @@ def test_a_loss_without_reference_computes_and_writes_nothing(run, tmp_path):
     assert not (tmp_path / "reference").exists()
 
 
-def test_sums_and_means_come_from_the_same_files(run, llama, tmp_path):
+def test_a_loss_of_means_reads_the_sums_of_any_other(run, llama, tmp_path):
     summed, averaged = run(loss="dpo"), run(loss="dpo_norm")
-    sums, lengths = by_hand(llama, summed.datamodule)
+    sums, _ = by_hand(llama, summed.datamodule)
     assert_close(summed.cache.tensors, sums, rtol=0, atol=2e-5)
-    means = {name: sums[name] / lengths[name] for name in sums}
-    assert_close(averaged.cache.tensors, means, rtol=0, atol=2e-5)
+    assert_same(averaged.cache, summed.cache)
     assert averaged.scored == 0
     assert len(list((tmp_path / "reference").iterdir())) == 1
+
+
+def heads_by_hand(folder, datamodule):
+    """Sums over as many tokens of each response as the other one of its row has."""
+    rows = [datamodule.train_rows[n] for n in range(len(datamodule.train_rows))]
+    shared = [min(len(row["chosen_ids"]), len(row["rejected_ids"])) for row in rows]
+    cut = [
+        {**row, **{f"{side}_ids": row[f"{side}_ids"][:n] for side in ("chosen", "rejected")}}
+        for row, n in zip(rows, shared, strict=True)
+    ]
+    sums, _ = by_hand(folder, SimpleNamespace(train_rows=cut))
+    return {name.replace("logps", "head_logps"): values for name, values in sums.items()}
+
+
+def test_a_loss_of_heads_asks_for_them_and_keeps_them_like_any_response(run, llama, tmp_path):
+    plain, headed = run(loss="dpo"), run(loss="ld_dpo")
+    sums, lengths = by_hand(llama, headed.datamodule)
+    heads = heads_by_hand(llama, headed.datamodule)
+    assert_close(headed.cache.tensors, sums | heads, rtol=0, atol=2e-5)
+    # A head that is the whole response is not computed again, nor what an earlier run has asked.
+    longer = (lengths["chosen_logps"] != lengths["rejected_logps"]).sum()
+    assert 0 < headed.scored <= longer
+    assert len(list((tmp_path / "reference").iterdir())) == 1
+    again = run(loss="dpo")
+    assert again.scored == 0
+    assert_same(again.cache, plain.cache)
+    assert run(loss="ld_dpo").scored == 0
 
 
 def test_the_batch_size_of_the_cache_can_be_chosen(run, tmp_path, scored):

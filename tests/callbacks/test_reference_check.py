@@ -12,7 +12,7 @@ from lit_align.callbacks.reference_store import ReferenceStore, Scored
 from lit_align.errors import UserError
 from lit_align.losses import TensorCache
 from lit_align.modules import DPOModule
-from lit_align.modules.dpo import PairLogps
+from lit_align.modules.pair_logps import PairLogps
 
 LORA = {"r": 2, "target_modules": ["q_proj", "v_proj"]}
 
@@ -51,14 +51,20 @@ def mix_up_rows(module):
     )
 
 
-def sums_for_means(module):
+def mix_up_heads(module):
+    tensors = module.reference_cache.tensors
+    heads = {name: t.roll(1) for name, t in tensors.items() if "head" in name}
+    module.reference_cache = TensorCache(tensors | heads)
+
+
+def means_for_sums(module):
     lengths = torch.tensor([2.0, 3, 4, 5, 2, 3, 4])
     module.reference_cache = TensorCache(
-        {name: t * lengths for name, t in module.reference_cache.tensors.items()}
+        {name: t / lengths for name, t in module.reference_cache.tensors.items()}
     )
 
 
-@pytest.mark.parametrize("loss", ["dpo", "dpo_norm", "wpo"])
+@pytest.mark.parametrize("loss", ["dpo", "dpo_norm", "wpo", "ld_dpo", "mpo"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
 def test_a_sound_run_passes(run, loss, precision):
     run(loss=loss, precision=precision)
@@ -85,8 +91,12 @@ def test_a_second_model_as_reference_need_not_agree(run, tools, tmp_path):
         ("dpo", mix_up_rows),
         ("dpo_norm", move_weights),
         ("dpo_norm", mix_up_rows),
-        ("dpo_norm", sums_for_means),
+        ("dpo_norm", means_for_sums),
         ("wpo", mix_up_rows),
+        ("ld_dpo", move_weights),
+        ("ld_dpo", mix_up_heads),
+        ("mpo", move_weights),
+        ("mpo", mix_up_rows),
     ],
 )
 def test_a_run_that_does_not_start_from_its_reference_is_stopped(run, loss, change):
@@ -120,24 +130,25 @@ def test_wrong_numbers_in_a_file_that_looks_sound_are_stopped(run, tmp_path, mon
 
 
 def test_a_module_that_averages_on_one_side_only_is_stopped(run, llama):
-    class Sums(DPOModule):
+    class Means(DPOModule):
         def pair_loss(self, batch, logps):
-            ones = torch.ones_like(logps.chosen_lengths)
-            return super().pair_loss(
-                batch, logps._replace(chosen_lengths=ones, rejected_lengths=ones)
+            means = logps._replace(
+                chosen=logps.chosen / logps.chosen_lengths,
+                rejected=logps.rejected / logps.rejected_lengths,
             )
+            return super().pair_loss(batch, means)
 
     with pytest.raises(UserError, match="must agree"):
-        run(module=Sums(str(llama), "dpo_norm"))
+        run(module=Means(str(llama), "dpo"))
 
 
 def test_it_is_made_once_and_only_before_the_first_step(run):
     seen = []
 
     class Count(DPOModule):
-        def pair_logps(self, batch):
+        def pair_logps(self, batch, model=None):
             seen.append((self.trainer.global_step, self.policy.training, torch.is_grad_enabled()))
-            return super().pair_logps(batch)
+            return super().pair_logps(batch, model)
 
     result = run(loss="dpo")
     module = Count({"pretrained": result.module.recipe.pretrained}, "dpo")

@@ -68,7 +68,9 @@ def test_a_file_holds_every_completion_of_a_rollout_as_it_was(act, tmp_path):
     assert any(sample.advantage > 0 for rollout in kept.seen for sample in rollout.samples)
 
 
-@pytest.mark.parametrize("loss", [{}, {"correction": "tis"}], ids=["plain", "tis"])
+@pytest.mark.parametrize(
+    "loss", [{}, {"correction": "tis"}, {"advantage": "remax"}], ids=["plain", "tis", "remax"]
+)
 def test_a_replay_of_the_files_trains_the_same_weights(act, tmp_path, loss):
     options = {"limit_val_batches": 1.0, "num_sanity_val_steps": -1, "data": {"num_iterations": 2}}
     first = act(RolloutLog(tmp_path / "log", rows=0), module={"loss": loss}, **options)

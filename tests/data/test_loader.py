@@ -32,6 +32,11 @@ def epochs(count, make):
     return [list(made) for _ in range(count)]
 
 
+def without_window(batch):
+    """A batch as plain values."""
+    return {name: value.tolist() for name, value in batch.items() if name != "window"}
+
+
 SIZES = {
     "rows": st.integers(1, 40),
     "batch_size": st.integers(1, 5),
@@ -62,6 +67,37 @@ def test_windows_hold_what_their_batches_hold(rows, batch_size, ranks, accumulat
         window = list(chain(*batches[start : start + accumulate]))
         held = sum(int(batch["pair_mask"].sum()) for batch in window)
         assert {float(batch["window_pairs"]) for batch in window} == {held}
+
+
+@given(**SIZES, accumulate=st.integers(1, 5), limit=st.integers(1, 50))
+def test_the_first_batch_of_a_step_holds_all_of_it_if_asked(
+    rows, batch_size, ranks, accumulate, limit
+):
+    sizes = {"batch_size": batch_size, "ranks": ranks, "accumulate": accumulate}
+    sizes["limit_batches"] = limit
+    told = list(loader(rows, **sizes, whole_window=lambda: True))
+    plain = list(loader(rows, **sizes))
+    assert [without_window(batch) for batch in told] == [without_window(batch) for batch in plain]
+    for first in range(0, len(told), accumulate):
+        step = told[first : first + accumulate]
+        if len(step) * ranks == 1:
+            assert "window" not in step[0]
+        else:
+            assert [without_window(b) for b in step[0]["window"]] == [
+                without_window(b) for b in step
+            ]
+        assert not any("window" in batch for batch in step[1:])
+    assert not any("window" in batch for batch in plain)
+
+
+def test_a_step_that_is_read_at_once_is_not_done_before_its_last_batch():
+    """Two batches to a step, three steps: what is saved counts what was handed over."""
+    made = loader(6, accumulate=2, whole_window=True)
+    seen = [made.state_dict()["rows_seen"] for _ in made]
+    assert seen == [1, 2, 3, 4, 5, 0]
+    made = loader(6, accumulate=2, whole_window=True)
+    made.load_state_dict({**made.state_dict(), "rows_seen": 4})
+    assert real(made) == real(loader(6))[4:]
 
 
 @given(**SIZES, stop=st.integers(0, 30), limit=st.integers(1, 12))

@@ -259,7 +259,8 @@ def test_another_process_finds_the_entry(write, prepare, folders, tmp_path):
     prepare(source)
     script = (
         "from pathlib import Path\n"
-        "from lit_align.data.preparation import Preparation, PairTokeniser\n"
+        "from lit_align.data.preparation import Preparation\n"
+        "from lit_align.data.tokenise import PairTokeniser\n"
         "from lit_align.data.sources import open_source\n"
         "from small_tokenizers import char_level\n"
         f"source = open_source({str(source.path)!r}, 'train')\n"

@@ -35,7 +35,7 @@ def outcome(tokenizer, prompt, chosen, rejected, *, options=None, **columns):
 
 
 def decoded(tokenizer, *row, **how):
-    return tuple(map(tokenizer.decode, outcome(tokenizer, *row, **how).pair))
+    return tuple(map(tokenizer.decode, outcome(tokenizer, *row, **how).ids))
 
 
 # Plain text
@@ -47,7 +47,7 @@ def test_plain_text_begins_once_and_ends_once():
 
 
 def test_a_tokenizer_without_a_first_token_gets_none():
-    pair = outcome(char_level(bos_token=None), "ab", "c", "d").pair
+    pair = outcome(char_level(bos_token=None), "ab", "c", "d").ids
     assert None not in [*pair.prompt_ids, *pair.chosen_ids]
     assert decoded(char_level(bos_token=None), "ab", "c", "d") == ("ab", "c</s>", "d</s>")
 
@@ -80,7 +80,7 @@ def test_an_implicit_prompt_never_ends_inside_a_token():
     row = read_row({"chosen": "I like cats", "rejected": "I like cows"})
     assert row.prompt == "I like c"
     [kept] = PairTokeniser(tokenizer)([row])
-    assert [tokenizer.decode(ids) for ids in kept.pair] == ["I like ", "cats</s>", "cows</s>"]
+    assert [tokenizer.decode(ids) for ids in kept.ids] == ["I like ", "cats</s>", "cows</s>"]
 
 
 WORDS = st.text("ab $", max_size=6)
@@ -95,7 +95,7 @@ def test_both_answers_are_what_the_tokenizer_makes_of_the_whole_text(prompt, cho
     if isinstance(result, Dropped):
         assert chosen == rejected
         return
-    prompt_ids, chosen_ids, rejected_ids = result.pair
+    prompt_ids, chosen_ids, rejected_ids = result.ids
     end = tokenizer.eos_token_id
     assert prompt_ids + chosen_ids == [*tokenizer(prompt + chosen).input_ids, end]
     assert prompt_ids + rejected_ids == [*tokenizer(prompt + rejected).input_ids, end]
@@ -136,10 +136,10 @@ def test_only_the_last_turn_is_an_answer():
     row = read_row({"chosen": [*turns, assistant("a")], "rejected": [*turns, assistant("b")]})
     tokenizer = char_level(WITH_BOS)
     [kept] = PairTokeniser(tokenizer)([row])
-    assert tokenizer.decode(kept.pair.prompt_ids) == (
+    assert tokenizer.decode(kept.ids.prompt_ids) == (
         "<s>[user]1</s>[assistant]2</s>[user]3</s>[assistant]"
     )
-    assert tokenizer.decode(kept.pair.chosen_ids) == "a</s>"
+    assert tokenizer.decode(kept.ids.chosen_ids) == "a</s>"
 
 
 def test_an_opening_that_the_template_writes_only_for_generation_is_left_out():
@@ -180,7 +180,7 @@ def test_a_row_that_fails_leaves_the_others_in_their_places():
     ]
     first, second, third, fourth = PairTokeniser(tokenizer)([read_row(row) for row in rows])
     assert isinstance(second, RowError)
-    chosen = [tokenizer.decode(kept.pair.chosen_ids) for kept in (first, third, fourth)]
+    chosen = [tokenizer.decode(kept.ids.chosen_ids) for kept in (first, third, fourth)]
     assert chosen == ["a</s>", "c</s>", "e</s>"]
 
 
@@ -271,19 +271,19 @@ def test_rows_that_truncation_leaves_without_a_difference_are_dropped(row, optio
 def test_the_longer_of_both_answers_is_cut_too():
     kept = outcome(char_level(), "ab", "xyz", "xy" * 4, options={"max_length": 5})
     assert kept.truncated
-    assert [len(ids) for ids in kept.pair] == [2, 3, 3]
+    assert [len(ids) for ids in kept.ids] == [2, 3, 3]
 
 
 def test_a_single_token_that_nothing_predicts_is_no_answer():
     tokenizer = char_level(eos_token=None, pad_token=None)
     assert outcome(tokenizer, "", "x", "y") == Dropped("empty")
-    assert outcome(char_level(eos_token=None, bos=True), "", "x", "y").pair.chosen_ids
+    assert outcome(char_level(eos_token=None, bos=True), "", "x", "y").ids.chosen_ids
 
 
 def test_no_limit_cuts_nothing():
     kept = outcome(char_level(), "a" * 3000, "x", "y", options={"max_length": None})
     assert not kept.truncated
-    assert len(kept.pair.prompt_ids) == 3000
+    assert len(kept.ids.prompt_ids) == 3000
 
 
 # Identity

@@ -20,7 +20,15 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
-from lit_align import DPOModule, PreferenceDataModule, ReferenceCache
+from lit_align import (
+    DPOModule,
+    PreferenceDataModule,
+    ReferenceCache,
+    ReferenceRefresh,
+    UnpairedDataModule,
+    UnpairedModule,
+)
+from lit_align.losses import UNPAIRED_LOSSES
 from lit_align.modules.schedules import linear
 from lit_align.modules.sharding import FullyShardedStrategy
 
@@ -74,21 +82,27 @@ def fit(  # noqa: PLR0913, one for each thing that a test varies
     log_dir=None,
     limit_train_batches=None,
     log_every=1,
+    refresh=None,
 ):
     """Train and return final weights, gradients per step and the rows that were read."""
     L.seed_everything(7, verbose=False)
-    module = DPOModule(
+    kinds = (DPOModule, PreferenceDataModule)
+    if loss in UNPAIRED_LOSSES:
+        kinds = (UnpairedModule, UnpairedDataModule)
+    module = kinds[0](
         policy, loss, optimizer=OPTIMIZERS[optimizer], scheduler=partial(linear, warmup=0.1)
     )
     module.configure_model()
     for layer in module.policy.modules():
         if isinstance(layer, nn.Dropout) or hasattr(layer, "attention_dropout"):
             layer.p = layer.attention_dropout = dropout
-    datamodule = PreferenceDataModule(
+    datamodule = kinds[1](
         data, batch_size=batch_size, num_workers=num_workers, cache_dir=cache, seed=3
     )
     gradients, rows = Gradients(), RowsSeen()
     callbacks = [gradients, rows, ReferenceCache(folder=Path(cache) / "reference")]
+    if refresh:
+        callbacks.append(ReferenceRefresh(**refresh))
     if checkpoint_dir:
         callbacks.append(
             ModelCheckpoint(

@@ -23,6 +23,7 @@ from lit_align.modules import GRPOModule
 from lit_align.modules.sharding import FullyShardedStrategy
 from lit_align.policies import PolicyRecipe
 from lit_align.rewards import RewardSuite, in_process
+from lit_align.rollout import HuggingFaceEngine
 
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.05),
@@ -34,6 +35,25 @@ STOPS = list(range(40, 90))
 def digits(completion_ids, **_):
     """Anything that differs between completions and depends on nothing else."""
     return [(sum(ids) % 7) / 7 for ids in completion_ids]
+
+
+class OtherEngine(HuggingFaceEngine):
+    """Says of its tokens what another engine would: a little else than the trainer."""
+
+    in_process = False
+
+    def __init__(self, off):
+        super().__init__()
+        self.off = off
+
+    def generate(self, requests, sampling):
+        return [
+            [
+                c._replace(logprobs=[p - self.off * (n % 5) for n, p in enumerate(c.logprobs)])
+                for c in completions
+            ]
+            for completions in super().generate(requests, sampling)
+        ]
 
 
 def save_random(folder, kind="llama", seed=0):
@@ -62,7 +82,8 @@ class Steps(L.Callback):
         self.batches, self.gradients, self.before = [[]], [], []
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.batches[-1].append({name: tensor.clone() for name, tensor in batch.items()})
+        tensors = {name: value for name, value in batch.items() if name != "window"}
+        self.batches[-1].append({name: tensor.clone() for name, tensor in tensors.items()})
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         parameters = list(pl_module.policy.parameters())
@@ -100,7 +121,9 @@ def fit(  # noqa: PLR0913, one for each thing that a test varies
     checkpoint_every=None,
     ckpt_path=None,
     kill_after=None,
+    off=0.0,
     keepers=(),
+    watchers=(),
 ):
     """Train and return final weights, and what each step was."""
     L.seed_everything(7, verbose=False)
@@ -108,6 +131,7 @@ def fit(  # noqa: PLR0913, one for each thing that a test varies
         policy,
         GRPOConfig(**(loss or {})),
         reward=RewardSuite({"digits": in_process(digits)}),
+        engine=OtherEngine(off) if off else None,
         sampling={"max_new_tokens": 9},
         val_sampling={"max_new_tokens": 9},
         filter_groups=filter_groups,
@@ -126,7 +150,7 @@ def fit(  # noqa: PLR0913, one for each thing that a test varies
         seed=3,
     )
     steps, weights = Steps(), Weights()
-    callbacks = [steps, weights, *keepers]
+    callbacks = [steps, weights, *keepers, *watchers]
     if checkpoint_dir:
         callbacks.append(
             ModelCheckpoint(

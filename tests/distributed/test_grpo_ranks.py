@@ -39,6 +39,31 @@ def test_two_ranks_train_the_weights_of_one(llama, fit_grpo_ranks, strategy, los
         assert relative_difference(alone["weights"], rank["weights"]) < 5e-6
 
 
+OF_THE_STEP = {
+    "clip_cov": {"loss_fn": "clip_cov", "cov_share": 0.3, "cov_lower": -9.0, "cov_upper": 9.0},
+    "top_entropy": {"token_filter": "top_entropy"},
+    "tis_normalised": {"correction": "tis_normalised"},
+}
+
+
+@pytest.mark.parametrize("loss", OF_THE_STEP)
+def test_ranks_and_micro_batches_know_of_each_other(tmp_path, fit_grpo_ranks, loss):
+    """In float64; the last step has so few completions that micro-batches are empty."""
+    policy = save_random(tmp_path / "gpt2", "gpt2")
+    options = {**SIZES, "loss": OF_THE_STEP[loss], "off": 0.1, "prompts": 7}
+    options |= {"precision": "64-true", "optimizer": "sgd"}
+    alone = fit(policy, **{**options, "batch_size": 9})
+    for rank in fit_grpo_ranks(policy, strategy="ddp", **options):
+        assert relative_difference(alone["weights"], rank["weights"]) < 1e-10
+
+
+def test_ranks_that_hold_pieces_know_of_each_other(llama, fit_grpo_ranks):
+    options = {**SIZES, "loss": OF_THE_STEP["clip_cov"], "optimizer": "sgd", "max_steps": 4}
+    alone = fit(llama, **{**options, "batch_size": 9})
+    for rank in fit_grpo_ranks(llama, strategy="fsdp", **options):
+        assert relative_difference(alone["weights"], rank["weights"]) < 5e-6
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_resume_under_two_ranks_is_bit_identical(llama, fit_grpo_ranks, tmp_path, strategy):
     options = {**SIZES, "strategy": strategy, "max_steps": 7}

@@ -96,8 +96,20 @@ def batch_of(rows, width=5):
         "rejected_labels": labels[:, :-1],
         "chosen_alignment_logps": logps + 2,
         "rejected_alignment_logps": logps + 1,
-        "margin": torch.full((rows,), 1.5),
+        "policy_prompt_logps": logps,
+        "prompt_lengths": torch.full((rows,), 3),
+        "draws": torch.linspace(0.1, 0.9, rows),
+        **{
+            f"{model}_{side}_head_logps": logps + 2
+            for model in ("policy", "reference")
+            for side in ("chosen", "rejected")
+        },
     }
+
+
+def columns_of(name, rows):
+    """The columns of the data that a loss cannot do without."""
+    return {column: torch.full((rows,), 1.5) for column in PREFERENCE_LOSSES[name].columns}
 
 
 @pytest.mark.parametrize("name", PREFERENCE_LOSSES)
@@ -107,16 +119,19 @@ def test_every_loss_runs_from_a_batch(name, rows):
     logps = torch.full((rows,), -8.0)
     cache = TensorCache({"chosen_logps": logps, "rejected_logps": logps})
     chosen, rejected = logps.clone().requires_grad_(), (logps - 0.75).requires_grad_()
-    result = compute_loss(DPOConfig(name), batch_of(rows), chosen, rejected, cache)
+    batch = batch_of(rows) | columns_of(name, rows)
+    config = DPOConfig(name, **({"filtered_share": 0.0} if name == "beta_dpo" else {}))
+    result = compute_loss(config, batch, chosen, rejected, cache)
     assert all(part.shape == (rows,) for part in result)
     assert not result.chosen_rewards.requires_grad
     assert not result.rejected_rewards.requires_grad
     # The likelihood of the preferred response is all there is to sft.
-    leaves = [chosen] if name == "sft" else [chosen, rejected]
+    leaves = [chosen] if name.startswith("sft") else [chosen, rejected]
     gradients = torch.autograd.grad(result.losses.sum(), leaves)
     assert all(g.isfinite().all() and (g != 0).all() for g in gradients)
     # Rows are alike, so each says what a row alone would.
-    alone = compute_loss(DPOConfig(name), batch_of(1), chosen[:1], rejected[:1], cache)
+    alone = {key: values[:1] for key, values in batch.items()}
+    alone = compute_loss(config, alone, chosen[:1], rejected[:1], cache)
     assert_close(result.losses, alone.losses.expand(rows))
 
 
@@ -170,7 +185,9 @@ def test_an_average_is_taken_as_it_comes():
 @pytest.mark.parametrize("name", [n for n, v in PREFERENCE_LOSSES.items() if v.reads_reference])
 def test_without_a_reference_the_error_says_where_to_get_one(name):
     with pytest.raises(UserError, match=rf"'{name}'.*ReferenceCache"):
-        compute_loss(DPOConfig(name), batch_of(1), torch.zeros(1), torch.zeros(1))
+        compute_loss(
+            DPOConfig(name), batch_of(1) | columns_of(name, 1), torch.zeros(1), torch.zeros(1)
+        )
 
 
 def test_without_an_index_the_error_says_what_is_missing():
@@ -264,7 +281,8 @@ def test_the_seed_s_names_are_the_losses():
         ("exo_pair", {"beta": 0.1, "label_smoothing": 1e-3}),
         ("ipo", {"beta": 0.1}),
         ("dpop", {"beta": 0.3, "dpop_lambda": 50.0}),
-        ("slic_hf", {"delta": 1.0}),
+        ("slic_calibration", {"delta": 1.0}),
+        ("ld_dpo", {"beta": 0.1, "ld_alpha": 0.5, "label_smoothing": 0.0}),
         ("simper", {}),
     ],
 )
@@ -275,16 +293,20 @@ def test_each_loss_has_its_own_defaults(name, values):
 def test_some_losses_read_means():
     assert {name for name, variant in PREFERENCE_LOSSES.items() if variant.average_logps} == {
         *("dpo_norm", "ipo"),
-        *("alphapo", "orpo", "sft", "simper", "simpo", "simpo_hinge"),
+        *("alphapo", "orpo_odds_ratio", "sft", "simper", "simpo", "simpo_hinge"),
     }
 
 
 def test_what_a_loss_reads_follows_from_its_signature():
     assert {n for n in PREFERENCE_LOSSES if not PREFERENCE_LOSSES[n].reads_reference} == {
-        *("alphapo", "cpo", "orpo", "sft", "simper", "simpo", "simpo_hinge", "slic_hf")
+        *("alphapo", "cpo_preference", "orpo_odds_ratio", "sft", "sft_whole", "simper"),
+        *("simpo", "simpo_hinge", "slic_calibration"),
     }
     assert {n for n in PREFERENCE_LOSSES if PREFERENCE_LOSSES[n].reads_alignment} == {"wpo"}
-    assert {n for n in PREFERENCE_LOSSES if PREFERENCE_LOSSES[n].reads_lengths} == {"wpo", "r_dpo"}
+    lengths = {n for n in PREFERENCE_LOSSES if PREFERENCE_LOSSES[n].reads_lengths}
+    assert lengths == {"wpo", "r_dpo", "sft_whole"}
+    assert {n for n in PREFERENCE_LOSSES if PREFERENCE_LOSSES[n].reads_prompt} == {"sft_whole"}
+    assert {n for n in PREFERENCE_LOSSES if PREFERENCE_LOSSES[n].reads_heads} == {"ld_dpo"}
     columns = {n: v.columns for n, v in PREFERENCE_LOSSES.items() if v.columns}
     assert columns == {"odpo": ("margin",)}
 
@@ -312,7 +334,8 @@ def test_what_a_loss_reads_follows_from_its_signature():
         ("chi_po", "r_max", 0, "above 0"),
         ("dpop", "dpop_lambda", -1, "not below 0"),
         ("r_dpo", "alpha", -0.1, "not below 0"),
-        ("slic_hf", "delta", 0, "above 0"),
+        ("slic_calibration", "delta", 0, "above 0"),
+        ("ld_dpo", "ld_alpha", 1.1, "not above 1"),
     ],
 )
 def test_a_value_the_loss_cannot_honour_is_refused_when_the_config_is_made(
@@ -331,7 +354,8 @@ def test_a_value_the_loss_cannot_honour_is_refused_when_the_config_is_made(
         ("ipo", "label_smoothing"),
         ("hinge", "label_smoothing"),
         ("apo_zero", "label_smoothing"),
-        ("slic_hf", "beta"),
+        ("slic_calibration", "beta"),
+        ("orpo_odds_ratio", "beta"),
         ("simper", "beta"),
         ("sft", "label_smoothing"),
     ],

@@ -8,6 +8,10 @@ from torch.testing import assert_close
 from lit_align.losses import PREFERENCE_LOSSES, dpo_loss, wpo_loss, wpo_weights
 
 SMOOTHINGS = [0.01, 0.3]
+# What losses remember of earlier steps.
+SCALARS = {"delta": 0.25, "lead_mean": 0.25, "lead_std": 2.0}
+# They have parts that are taken to be constant.
+DETACHED = {"wpo", "beta_dpo"}
 
 
 def arguments(name, rows, dtype, scale=1.0):
@@ -18,8 +22,10 @@ def arguments(name, rows, dtype, scale=1.0):
     def tensor(name):
         if name.endswith("_lengths"):
             return torch.arange(rows) + (5 if name.startswith("chosen") else 2)
-        if name == "delta":
-            return torch.tensor(0.25, dtype=dtype)
+        if name in SCALARS:
+            return torch.tensor(SCALARS[name], dtype=dtype)
+        if name in ("draws", "label_prob"):
+            return torch.rand(rows, generator=generator, dtype=torch.float64).to(dtype)
         logps = -scale * torch.rand(rows, generator=generator, dtype=torch.float64).to(dtype)
         return -logps if name == "margin" else logps
 
@@ -56,7 +62,7 @@ def gradients(losses, leaves):
 
 
 @pytest.mark.parametrize("smoothing", SMOOTHINGS)
-@pytest.mark.parametrize("name", [name for name in PREFERENCE_LOSSES if name != "wpo"])
+@pytest.mark.parametrize("name", [name for name in PREFERENCE_LOSSES if name not in DETACHED])
 def test_gradients_are_those_of_the_value(name, smoothing):
     tensors = arguments(name, 3, torch.float64, scale=4.0)
 
@@ -133,7 +139,7 @@ def test_empty_responses_and_certain_tokens_have_a_loss(name, length):
 def test_no_loss_broadcasts(name):
     tensors = arguments(name, 3, torch.float32)
     for key in tensors:
-        wrong = torch.zeros(2) if key == "delta" else tensors[key][:1]
+        wrong = torch.zeros(2) if key in SCALARS else tensors[key][:1]
         with pytest.raises(ValueError, match=rf"one shape: .*{key} \({len(wrong)},\)"):
             PREFERENCE_LOSSES[name].fn(**{**tensors, key: wrong})
 
@@ -142,8 +148,8 @@ def test_no_loss_broadcasts(name):
 def test_a_policy_that_is_its_reference_has_no_rewards(name):
     """What is checked before the first step: a constant in a reward would look like a fault."""
     tensors = arguments(name, 4, torch.float64, scale=9.0)
-    for side in ("chosen", "rejected"):
-        tensors[f"reference_{side}_logps"] = tensors[f"policy_{side}_logps"]
+    for key in PREFERENCE_LOSSES[name].reference_tensors:
+        tensors[key] = tensors[key.replace("reference", "policy")]
     result = PREFERENCE_LOSSES[name].fn(**tensors)
     assert_close(result.chosen_rewards, torch.zeros(4, dtype=torch.float64))
     assert_close(result.rejected_rewards, torch.zeros(4, dtype=torch.float64))

@@ -18,6 +18,7 @@ from lit_align.losses import (
     ADVANTAGES,
     AGGREGATIONS,
     CORRECTIONS,
+    ENTROPY_CONTROLS,
     FILTERS,
     KL_ESTIMATORS,
     RATIOS,
@@ -233,6 +234,8 @@ def test_the_defaults_are_dapo_s():
         "kl_in": "loss",
         "beta": 0.0,
         "entropy_bonus": 0.0,
+        "entropy_control": "fixed",
+        "old_policy": "trainer",
         "clip_lower": 0.2,
         "clip_higher": 0.28,
         "ddof": 1.0,
@@ -296,13 +299,18 @@ def test_a_config_does_not_change():
         ({"dual_clip": 3.0}, "nothing that was chosen reads dual_clip: .* ~loss.dual_clip"),
         ({"loss_fn": "reinforce", "clip_lower": 0.2}, "nothing that was chosen reads clip_lower"),
         ({"advantage": "group_mean", "std_eps": 1e-4}, "nothing that was chosen reads std_eps"),
-        ({"max_completion_length": 9}, "nothing that was chosen reads max_completion_length"),
+        ({"entropy_target": 0.2}, "nothing that was chosen reads entropy_target"),
         ({"clip_low": 0.2, "tau": 1.0}, "reads clip_low, tau: loss_fn 'clip', .* clip_lower"),
     ],
 )
 def test_an_option_that_nothing_reads_is_refused_not_ignored(options, said):
     with pytest.raises(UserError, match=said):
         GRPOConfig(**options)
+
+
+def test_what_is_known_of_the_sampler_may_be_said_to_any_loss():
+    assert GRPOConfig(max_completion_length=9) == GRPOConfig()
+    assert not hasattr(GRPOConfig(max_completion_length=9), "max_completion_length")
 
 
 def test_only_cispo_may_be_given_a_lower_bound_that_it_does_not_use():
@@ -394,6 +402,7 @@ def test_what_a_config_needs_follows_from_its_choices():
 def test_a_hyperparameter_s_name_belongs_to_one_axis():
     """Otherwise one value would be read by two functions that mean different things by it."""
     tables = (SURROGATES, RATIOS, AGGREGATIONS, ADVANTAGES, CORRECTIONS, FILTERS, KL_ESTIMATORS)
+    tables += (ENTROPY_CONTROLS,)
     names = Counter(
         name
         for table in tables

@@ -12,19 +12,15 @@ from lit_align.losses import (
     apo_down_loss,
     apo_zero_loss,
     bco_pair_loss,
-    cal_dpo_loss,
     dpo_loss,
     nca_pair_loss,
-    sppo_hard_loss,
 )
 
 OF_REWARDS = [
     apo_down_loss,
     apo_zero_loss,
     bco_pair_loss,
-    cal_dpo_loss,
     nca_pair_loss,
-    sppo_hard_loss,
 ]
 
 
@@ -90,36 +86,6 @@ def test_the_shift_of_bco_is_a_constant_and_one_number():
     assert gradient == 0
     with pytest.raises(ValueError, match=r"delta \(1,\)"):
         bco_pair_loss(*pair(2, -1), numbers(0.25))
-
-
-# Cal-DPO and SPPO
-
-
-def test_sppo_by_hand():
-    # Asked for 2 and -2: (3 - 2)^2 + (1 + 2)^2, slopes twice the distances.
-    assert_close(sppo_hard_loss(*pair(3, 1), beta=0.25).losses, numbers(10.0))
-    assert_close(torch.stack(slopes(sppo_hard_loss, 3, 1, beta=0.25)), numbers([2.0], [6.0]))
-
-
-@given(PAIRS, BETA)
-def test_sppo_is_0_at_rewards_of_a_half(pairs, beta):
-    *_, ref_w, ref_l = columns(pairs)
-    at = sppo_hard_loss(ref_w + 0.5 / beta, ref_l - 0.5 / beta, ref_w, ref_l, beta=beta)
-    assert_close(at.losses, torch.zeros_like(at.losses), rtol=0, atol=1e-9)
-    assert_close(at.chosen_rewards, torch.full_like(at.losses, 0.5))
-    assert_close(at.rejected_rewards, torch.full_like(at.losses, -0.5))
-
-
-def test_cal_dpo_by_hand():
-    # SPPO's 10 above, and the logistic loss of the plain lead, 2.
-    assert_close(cal_dpo_loss(*pair(3, 1), beta=0.25).losses, numbers(10 + softplus(-2)))
-
-
-@given(PAIRS, BETA)
-def test_cal_dpo_is_sppo_and_dpo_at_beta_1(pairs, beta):
-    sppo = sppo_hard_loss(*columns(pairs), beta=beta).losses
-    dpo = dpo_loss(*columns(pairs), beta=1.0).losses
-    assert_close(cal_dpo_loss(*columns(pairs), beta=beta).losses, sppo + dpo)
 
 
 # NCA

@@ -10,9 +10,19 @@ from golden_cases import differences, load
 from hydra import compose, initialize_config_dir
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
+from omegaconf import OmegaConf
 
 from lit_align.errors import UserError
-from lit_align.losses import GRPOConfig
+from lit_align.losses import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    CORRECTIONS,
+    ENTROPY_CONTROLS,
+    FILTERS,
+    KL_ESTIMATORS,
+    RATIOS,
+    GRPOConfig,
+)
 
 CONF = Path(__file__).parents[2] / "conf"
 # Surrogate, ratio level, aggregation, advantage, where the KL goes and how much of it.
@@ -21,6 +31,7 @@ PRESETS = {
     "clip_cov": ("clip_cov", "token", "token_mean", "group_mean_std", "loss", 0.0),
     "dapo": ("clip", "token", "token_mean", "group_mean_std", "loss", 0.0),
     "dppo": ("dppo_tv", "token", "token_mean", "group_mean", "loss", 0.0),
+    "dppo_kl": ("dppo_kl", "token", "token_mean", "group_mean", "loss", 0.0),
     "dr_grpo": ("clip", "token", "constant_length", "group_mean", "loss", 0.0),
     "gdpo": ("clip", "token", "sequence_mean", "gdpo", "loss", 0.0),
     "gmpo": ("gmpo", "token", "sequence_mean", "group_mean_std", "loss", 0.0),
@@ -37,14 +48,16 @@ PRESETS = {
     "pass_at_k": ("clip", "token", "token_mean", "best_of_group", "loss", 0.0),
     "reinforce_pp": ("clip", "token", "token_mean", "reinforce_pp", "reward", 0.01),
     "reinforce_pp_baseline": ("clip", "token", "token_mean", "reinforce_pp_baseline", "loss", 0.01),
+    "remax": ("reinforce", "token", "sequence_sum", "remax", "reward", 0.0),
     "rloo": ("reinforce", "token", "sequence_sum", "leave_one_out", "reward", 0.05),
     "sapo": ("sapo", "token", "sequence_mean", "group_mean_std", "loss", 0.0),
     "top_entropy": ("clip", "token", "token_mean", "group_mean_std", "loss", 0.0),
     "trl_default": ("clip", "token", "token_mean", "group_mean_std", "loss", 0.0),
     "trl_rloo": ("clip", "sequence_product", "sequence_mean", "leave_one_out", "reward", 0.05),
-    "verl_vanilla": ("dual_clip", "token", "token_mean", "group_mean_std", "loss", 0.0),
+    "verl_vanilla": ("dual_clip", "token", "token_mean", "group_mean_std_verl", "loss", 0.0),
     "vespo": ("vespo", "token", "token_mean", "group_mean_std", "loss", 0.0),
 }
+SHARED = OmegaConf.to_container(OmegaConf.load(CONF / "loss" / "shared" / "policy.yaml"))
 every_preset = pytest.mark.parametrize("name", PRESETS)
 
 
@@ -80,12 +93,76 @@ def test_a_preset_writes_every_value_and_says_where_it_comes_from(name):
     node = composed(f"loss={name}").loss
     values = {key: value for key, value in node.items() if key != "_target_"}
     read = GRPOConfig(**values).as_dict()
-    assert [name for name in values if name in read] == list(read)
-    assert {name for name in values if values[name] is not None} <= read.keys()
+    assert values.keys() >= read.keys()
+    known_of_the_sampler = {"max_completion_length"}
+    assert {n for n in values if values[n] is not None} <= read.keys() | known_of_the_sampler
     _, paper, *lines = text(name).splitlines()
-    assert re.match(r"# \w.+ 20\d\d.*, arXiv:\d{4}\.\d{5}, eq", paper)
-    explained = [line.split(":")[0].strip() for line in lines if re.search(r":.+\S  # \S", line)]
-    assert explained == list(values)
+    assert re.match(r"# \w.+ 20\d\d.*, arXiv:\d{4}\.\d{5}", paper)
+    own = explained(lines)
+    assert [n for n in values if n not in SHARED] == own
+    assert own == [n for n in read if n in own]
+
+
+def explained(lines):
+    """The keys whose line says where the value comes from."""
+    return [line.split(":")[0].strip() for line in lines if re.search(r":.+\S  # \S", line)]
+
+
+def test_what_presets_share_is_every_axis_beside_theirs_and_every_value_of_an_axis():
+    """But for those of surrogates: which they are is what a preset is about."""
+    axes = (RATIOS, AGGREGATIONS, ADVANTAGES, CORRECTIONS, FILTERS, KL_ESTIMATORS, ENTROPY_CONTROLS)
+    taken = {n for axis in axes for variant in axis.values() for n in variant.hyperparameters}
+    assert set(SHARED) == taken | {"entropy_control", "old_policy"}
+    unset = {name for name, value in SHARED.items() if value is None}
+    assert unset == taken - {"max_completion_length"}
+    assert explained(text("shared/policy").splitlines()) == list(SHARED)
+
+
+@pytest.mark.parametrize(
+    ("axis", "table"),
+    [
+        ("ratio_level", RATIOS),
+        ("aggregation", AGGREGATIONS),
+        ("advantage", ADVANTAGES),
+        ("correction", CORRECTIONS),
+        ("token_filter", FILTERS),
+        ("kl_estimator", KL_ESTIMATORS),
+        ("entropy_control", ENTROPY_CONTROLS),
+    ],
+    ids=lambda axis: axis if isinstance(axis, str) else "",
+)
+@every_preset
+@pytest.mark.filterwarnings("ignore:k1 in the loss")
+def test_one_choice_can_be_changed_on_the_command_line_or_does_not_go_with_the_others(
+    name, axis, table
+):
+    """And never fails for a value that the choice before it had."""
+    preset = composed(f"loss={name}").loss
+    for choice in table:
+        config, refusal = tried(preset, **{axis: choice})
+        if refusal:
+            assert re.search("|".join(REASONS), refusal), (axis, choice)
+        else:
+            assert config.variants[axis].name == choice
+
+
+def tried(preset, **changes):
+    """The config with the changes, and why there is none."""
+    try:
+        return instantiate(preset, **changes), ""
+    except InstantiationException as refused:
+        return None, str(refused.__cause__)
+
+
+# What is said where two choices do not go together, or one wants a number that only a user knows.
+REASONS = (
+    r"reads no ratio, so that ratio_level",
+    r"weighs each token by its own ratio, and ratio_level",
+    r"needs the ratio of new to old probabilities, which is 1",
+    r"reads each reward by its name, and kl_in",
+    r"multiplies the weights of a completion's tokens, and correction",
+    r"needs (tv_upper|entropy_target), .* no default",
+)
 
 
 @every_preset

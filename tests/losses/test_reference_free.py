@@ -11,15 +11,14 @@ from torch.testing import assert_close
 
 from lit_align.losses import (
     alphapo_loss,
-    cpo_loss,
+    cpo_preference_loss,
     dpo_loss,
     hinge_loss,
-    orpo_loss,
-    sft_loss,
+    orpo_odds_ratio_loss,
     simper_loss,
     simpo_hinge_loss,
     simpo_loss,
-    slic_hf_loss,
+    slic_calibration_loss,
 )
 
 
@@ -70,7 +69,7 @@ def test_alphapo_is_finite_where_a_probability_to_the_power_of_alpha_is_not(alph
 
 
 def test_cpo_by_hand():
-    losses, chosen, rejected = cpo_loss(*policies([(-4, -6, 0, 0)]), beta=0.5)
+    losses, chosen, rejected = cpo_preference_loss(*policies([(-4, -6, 0, 0)]), beta=0.5)
     assert_close(losses, numbers(softplus(-1)))
     assert_close(chosen, numbers(-2.0))
     assert_close(rejected, numbers(-3.0))
@@ -79,7 +78,7 @@ def test_cpo_by_hand():
 @given(PAIRS, BETA, SMOOTHING)
 def test_cpo_is_dpo_with_a_flat_reference(pairs, beta, smoothing):
     chosen, rejected, flat, _ = columns(pairs)
-    cpo = cpo_loss(chosen, rejected, beta=beta, label_smoothing=smoothing).losses
+    cpo = cpo_preference_loss(chosen, rejected, beta=beta, label_smoothing=smoothing).losses
     dpo = dpo_loss(chosen, rejected, flat, flat, beta=beta, label_smoothing=smoothing).losses
     assert_close(cpo, dpo)
 
@@ -88,50 +87,43 @@ def test_cpo_is_dpo_with_a_flat_reference(pairs, beta, smoothing):
 
 
 def test_orpo_by_hand():
-    # Odds 3 to 1 and 1 to 3, ratio 9: -0.1 * log(9 / 10).
-    losses, chosen, rejected = orpo_loss(numbers(math.log(0.75)), numbers(math.log(0.25)))
-    assert_close(losses, numbers(0.1 * math.log(10 / 9)))
+    # Odds 3 to 1 and 1 to 3, ratio 9: -log(9 / 10).
+    losses, chosen, rejected = orpo_odds_ratio_loss(
+        numbers(math.log(0.75)), numbers(math.log(0.25))
+    )
+    assert_close(losses, numbers(math.log(10 / 9)))
     assert_close(chosen, numbers(math.log(3)))
     assert_close(rejected, numbers(-math.log(3)))
 
 
 @given(PAIRS)
-def test_orpo_of_equally_likely_responses_is_log_2_times_its_weight(pairs):
+def test_orpo_of_equally_likely_responses_is_log_2(pairs):
     chosen, *_ = columns(pairs)
-    losses, *_ = orpo_loss(chosen, chosen, beta=0.3)
-    assert_close(losses, torch.full_like(chosen, 0.3 * math.log(2)))
+    losses, *_ = orpo_odds_ratio_loss(chosen, chosen)
+    assert_close(losses, torch.full_like(chosen, math.log(2)))
 
 
 @pytest.mark.parametrize("logp", [0.0, -1e-12, -1e-9, -1e-7, -1e-6, -1e-3])
 def test_orpo_of_a_certain_response_is_finite_and_knows_its_direction(logp):
     # log(1 - exp(0)) is -inf, and one float32 step below 1 half of its digits are gone.
     policy = torch.full((2,), logp, requires_grad=True)
-    losses, odds, _ = orpo_loss(policy, torch.full((2,), -2.0))
+    losses, odds, _ = orpo_odds_ratio_loss(policy, torch.full((2,), -2.0))
     (gradient,) = torch.autograd.grad(losses.sum(), policy)
     assert losses.isfinite().all()
     assert gradient.isfinite().all()
-    exact = math.log(math.exp(min(logp, -(2.0**-23))) / -math.expm1(min(logp, -(2.0**-23))))
+    exact = math.log(math.exp(min(logp, -1e-12)) / -math.expm1(min(logp, -1e-12)))
     assert_close(odds, torch.full((2,), exact), rtol=1e-5, atol=1e-5)
 
 
-@given(st.floats(-40, -1e-6), st.floats(0, 1))
-def test_the_weight_of_orpo_scales_its_loss_and_not_its_odds(logp, more):
-    chosen, rejected = numbers(logp), numbers(logp - more)
-    one, three = (orpo_loss(chosen, rejected, beta=beta) for beta in (1.0, 3.0))
-    assert_close(three.losses, 3 * one.losses)
-    assert_close(three.chosen_rewards, one.chosen_rewards)
-
-
-# SFT
-
-
-def test_sft_is_the_likelihood_of_the_chosen_response_alone():
-    chosen, rejected = numbers(-2.0).requires_grad_(), numbers(-5.0).requires_grad_()
-    losses, *rewards = sft_loss(chosen, rejected)
-    gradients = torch.autograd.grad(losses.sum(), (chosen, rejected), materialize_grads=True)
-    assert_close(losses, numbers(2.0))
-    assert_close(torch.cat(rewards), numbers(-2.0, -5.0))
-    assert_close(torch.cat(gradients), numbers(-1.0, 0.0))
+@given(st.floats(-40, -1e-6), st.floats(-40, -1e-6))
+def test_orpo_with_the_sides_exchanged_has_the_odds_of_the_other_side(one, other):
+    straight, turned = (
+        orpo_odds_ratio_loss(numbers(a), numbers(b)) for a, b in ((one, other), (other, one))
+    )
+    assert_close(turned.chosen_rewards, straight.rejected_rewards)
+    margin = straight.chosen_rewards - straight.rejected_rewards
+    # -log sigmoid(x) + log sigmoid(-x) = -x.
+    assert_close(straight.losses - turned.losses, -margin, rtol=1e-9, atol=1e-9)
 
 
 # SimPER
@@ -174,7 +166,7 @@ def test_simpo_hinge_without_a_margin_is_hinge_with_a_flat_reference(pairs, beta
 
 def test_slic_by_hand():
     # Leads 2 and 5, asked for 3.
-    losses, *rewards = slic_hf_loss(*policies([(-4, -6, 0, 0), (-1, -6, 0, 0)]), delta=3.0)
+    losses, *rewards = slic_calibration_loss(*policies([(-4, -6, 0, 0), (-1, -6, 0, 0)]), delta=3.0)
     assert_close(losses, numbers(1.0, 0.0))
     assert_close(torch.stack(rewards), numbers([-4.0, -1.0], [-6.0, -6.0]))
 
@@ -182,5 +174,5 @@ def test_slic_by_hand():
 @given(PAIRS, st.floats(0.1, 10))
 def test_slic_is_a_hinge_with_a_flat_reference_in_units_of_its_delta(pairs, delta):
     chosen, rejected, flat, _ = columns(pairs)
-    ours = slic_hf_loss(chosen, rejected, delta=delta).losses
+    ours = slic_calibration_loss(chosen, rejected, delta=delta).losses
     assert_close(ours, delta * hinge_loss(chosen, rejected, flat, flat, beta=1 / delta).losses)

@@ -130,12 +130,12 @@ def fit(policy, beta, path):
 
 def test_neither_checkpoint_nor_optimizer_nor_module_know_it(folders, tmp_path):
     with_it, without = (fit(folders[0], beta, tmp_path / f"{beta}.ckpt") for beta in (0.1, 0.0))
-    assert with_it.frozen.model is not None
+    assert with_it.live_reference.model is not None
     # No reference, no second set of weights.
-    assert without.frozen.model is None
+    assert without.live_reference.model is None
     saved, bare = (torch.load(tmp_path / f"{beta}.ckpt", weights_only=True) for beta in (0.1, 0.0))
     assert saved["state_dict"].keys() == bare["state_dict"].keys()
-    ours = {id(p) for p in with_it.frozen.model.parameters()}
+    ours = {id(p) for p in with_it.live_reference.model.parameters()}
     assert ours.isdisjoint(id(p) for p in with_it.parameters())
     groups = with_it.optimizers().param_groups
     assert ours.isdisjoint(id(p) for group in groups for p in group["params"])
@@ -146,5 +146,5 @@ def test_a_run_compares_with_the_policy_before_its_first_step(folders, tmp_path,
     module = fit(PolicyRecipe(folders[0], lora=lora), 0.1, tmp_path / "one.ckpt")
     start = PolicyRecipe(folders[0]).model()
     assert not torch.equal(logits(module.policy), logits(start))
-    with module.frozen(module.trainer, module.policy) as reference:
+    with module.live_reference(module.trainer, module.policy) as reference:
         assert_close(logits(reference), logits(start), rtol=0, atol=0)

@@ -39,7 +39,15 @@ def suite(function):
 
 
 def run(
-    policy, *, reward=digits, loss=None, data=None, max_steps=1, precision="32-true", **options
+    policy,
+    *,
+    reward=digits,
+    loss=None,
+    data=None,
+    max_steps=1,
+    precision="32-true",
+    watchers=(),
+    **options,
 ):
     """One small fit; what was logged, and the module."""
     L.seed_everything(1, verbose=False)
@@ -61,7 +69,7 @@ def run(
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[said],
+        callbacks=[said, *watchers],
     )
     trainer.fit(module, datamodule)
     return said, module
@@ -301,7 +309,7 @@ def test_lora_is_its_own_reference_and_keeps_no_copy(llama):
         loss={"beta": 0.1},
         max_steps=2,
     )
-    assert module.frozen.model is None
+    assert module.live_reference.model is None
 
 
 def test_dropout_is_named_as_what_moves_the_first_ratio(llama):

@@ -97,11 +97,11 @@ def test_surrogates_that_read_old_log_probs_learn_on_for_several_iterations(llam
         {"correction": "tis_normalised"},
     ],
 )
-def test_what_looks_at_the_whole_step_wants_it_in_one_piece(llama, loss):
-    with pytest.raises(UserError, match=r"with all others .* 3 micro-batches .* at least 12"):
-        run(llama, loss, data={"batch_size": 5})
-    once, again = (run(llama, loss)[1] for _ in range(2))
-    assert once["train/loss"] == again["train/loss"]
+def test_what_looks_at_the_whole_step_shows_the_same_however_it_is_cut(llama, loss):
+    """Metrics are those of a micro-batch's own tokens, added up."""
+    (_, whole), (_, parts) = run(llama, loss), run(llama, loss, data={"batch_size": 5})
+    for name, value in whole.items():
+        assert parts[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
 
 
 def test_a_lot_depends_on_the_step(llama):
@@ -125,18 +125,6 @@ def test_a_filter_of_a_sampler_that_is_the_trainer_changes_nothing(llama, token_
     _, plain = run(llama, {})
     assert filtered["train/loss"] == pytest.approx(plain["train/loss"], abs=1e-6)
     assert filtered["train/tokens/dropped"] == 0
-
-
-@pytest.mark.parametrize(
-    ("loss", "said"),
-    [
-        ({"entropy_bonus": 0.01}, r"entropy_bonus is 0\.01.*without a gradient"),
-        ({"advantage": "remax"}, r"'remax' compares.*choose leave_one_out"),
-    ],
-)
-def test_what_the_module_has_not_is_refused_at_once(loss, said):
-    with pytest.raises(UserError, match=said):
-        GRPOModule("tiny", GRPOConfig(**loss), reward=digits)
 
 
 def test_a_filter_of_the_sampler_needs_the_whole_distribution():

@@ -68,8 +68,11 @@ def aggregated(name, losses):
     }[name]()
 
 
-def plain_gradient(folder, before, batches, aggregation):
-    """The gradient of one step by a loop over completions in float64: PPO's clip, 0.2 and 0.28."""
+def plain_gradient(folder, before, batches, aggregation, bonus=0.0):
+    """The gradient of one step by a loop over completions in float64: PPO's clip, 0.2 and 0.28.
+
+    With a bonus on the entropy of each token, from all logits at once.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
     with torch.no_grad():
         for parameter, value in zip(model.parameters(), before, strict=True):
@@ -81,14 +84,16 @@ def plain_gradient(folder, before, batches, aggregation):
         new = logprobs.gather(-1, torch.tensor(completion)[:, None])[:, 0]
         ratio = (new - (new.detach() if old is None else old.double())).exp()
         clipped = ratio.clamp(0.8, 1.28)
-        losses.append((prompt, -torch.minimum(ratio * advantage, clipped * advantage)))
+        entropy = -(logprobs.exp() * logprobs).sum(-1)
+        surrogate = -torch.minimum(ratio * advantage, clipped * advantage)
+        losses.append((prompt, surrogate - bonus * entropy))
     aggregated(aggregation, losses).backward()
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-def worst(folder, aggregation, cut, **options):
+def worst(folder, aggregation, cut, bonus=0.0, **options):
     """Largest relative difference between the gradients of a run and those of the plain loop."""
-    loss = {"aggregation": aggregation}
+    loss = {"aggregation": aggregation, "entropy_bonus": bonus}
     if aggregation == "constant_length":
         loss["max_completion_length"] = 9
     batch_size, accumulate = cut
@@ -99,7 +104,7 @@ def worst(folder, aggregation, cut, **options):
     for gradient, before, batches in zip(
         steps.gradients, steps.before, steps.batches, strict=False
     ):
-        plain = plain_gradient(folder, before, batches, aggregation)
+        plain = plain_gradient(folder, before, batches, aggregation, bonus)
         differences.append(float((gradient - plain).norm() / plain.norm()))
     return max(differences), len(differences)
 

@@ -66,9 +66,17 @@ def test_chosen_is_the_sum_and_rejected_another_number(part):
 @pytest.mark.parametrize("part", PARTS)
 def test_each_row_is_one_question_and_two_answers(part):
     for row in pairs(part):
-        roles = {field: [message["role"] for message in row[field]] for field in row}
+        assert row.keys() == {"prompt", "chosen", "rejected", "margin"}
+        roles = {field: [message["role"] for message in row[field]] for field in list(row)[:3]}
         expected = {"prompt": ["user"], "chosen": ["assistant"], "rejected": ["assistant"]}
         assert roles == expected
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_margin_is_1_and_how_far_the_wrong_sum_is_off(part):
+    for row in pairs(part):
+        right, wrong = (int(row[side][0]["content"]) for side in ("chosen", "rejected"))
+        assert row["margin"] == 1 + abs(right - wrong)
 
 
 @given(TEXTS)

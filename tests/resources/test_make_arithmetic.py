@@ -71,4 +71,5 @@ def test_written_pairs_are_conversations(tmp_path):
         "prompt": [{"role": "user", "content": "12 + 34 ="}],
         "chosen": [{"role": "assistant", "content": "46"}],
         "rejected": [{"role": "assistant", "content": "47"}],
+        "margin": 2,
     }

@@ -31,7 +31,7 @@ def test_the_shares_of_the_ranks_are_the_groups_in_their_order_and_alike_in_size
     count, num_generations, replicas
 ):
     shares = [
-        places(share(drawn(range(count)), num_generations, rank, replicas))
+        places(share(drawn(range(count)), range(num_generations), rank, replicas))
         for rank in range(replicas)
     ]
     everything = [place for mine in shares for place in mine]
@@ -42,8 +42,8 @@ def test_the_shares_of_the_ranks_are_the_groups_in_their_order_and_alike_in_size
 def test_a_group_may_be_divided_between_ranks():
     """Three prompts with two completions each on two ranks: the one in the middle is divided."""
     a, b, c = drawn("abc")
-    assert share([a, b, c], 2, 0, 2) == [(a, [0, 1]), (b, [0])]
-    assert share([a, b, c], 2, 1, 2) == [(b, [1]), (c, [0, 1])]
+    assert share([a, b, c], range(2), 0, 2) == [(a, [0, 1]), (b, [0])]
+    assert share([a, b, c], range(2), 1, 2) == [(b, [1]), (c, [0, 1])]
 
 
 class Ranked:
@@ -62,14 +62,14 @@ def test_every_rank_ends_with_all_completions_group_by_group(count, num_generati
     prompts = drawn(range(count))
     by_rank = [Ranked() for _ in range(replicas)]
     written = [
-        ranked.write(share(prompts, num_generations, rank, replicas))
+        ranked.write(share(prompts, range(num_generations), rank, replicas))
         for rank, ranked in enumerate(by_rank)
     ]
     everything = [one for samples in written for one in samples]
     judged = [
         [one for one in everything if one.group % replicas == rank] for rank in range(replicas)
     ]
-    options = {"num_generations": num_generations, "replicas": replicas}
+    options = {"numbers": range(num_generations), "replicas": replicas}
     for rank, ranked in enumerate(by_rank):
         answers = iter([written, judged])
 

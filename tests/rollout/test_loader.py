@@ -56,15 +56,26 @@ class Writer:
             one.old_logprobs = [-1.0 / 3 - one.group] * len(one.completion_ids)
 
 
-def loader(prompts=7, *, rank=0, replicas=1, limit=1.0, seed=0, fingerprint="these", **sizes):
+def loader(
+    prompts=7,
+    *,
+    rank=0,
+    replicas=1,
+    limit=1.0,
+    seed=0,
+    fingerprint="these",
+    whole=False,
+    **sizes,
+):
     plan = RolloutPlan(**{**SIZES, **sizes}).on(replicas, None)
     stream = PromptStream(Prompts(prompts, fingerprint), seed=seed)
-    return RolloutLoader(stream, Writer(), plan, rank=rank, limit_batches=limit)
+    options = {"rank": rank, "limit_batches": limit, "whole_window": whole}
+    return RolloutLoader(stream, Writer(), plan, **options)
 
 
 def told(batch):
     """A batch as plain values."""
-    return {name: column.tolist() for name, column in batch.items()}
+    return {name: column.tolist() for name, column in batch.items() if name != "window"}
 
 
 def trained(batch):
@@ -91,6 +102,22 @@ def test_an_epoch_is_as_long_as_a_pass_over_the_prompts():
     assert len(epochs(made)) == 9
     assert [len(rows) for _, rows in made.actor.asked] == [3, 3, 1]
     assert sorted(chain(*(rows for _, rows in made.actor.asked))) == list(range(7))
+
+
+@pytest.mark.parametrize(("batch_size", "replicas"), [(2, 1), (2, 2), (9, 1), (9, 2), (1, 2)])
+@pytest.mark.parametrize("limit", [1.0, 4])
+def test_the_first_batch_of_a_step_holds_all_of_it_if_asked(batch_size, replicas, limit):
+    sizes = {"batch_size": batch_size, "replicas": replicas, "limit": limit, "num_iterations": 2}
+    made = loader(whole=True, **sizes)
+    batches, plain = list(made), list(loader(**sizes))
+    assert [told(batch) for batch in batches] == [told(batch) for batch in plain]
+    for first in range(0, len(batches), made.plan.micro_batches):
+        step = batches[first : first + made.plan.micro_batches]
+        if len(step) * replicas == 1:
+            assert "window" not in step[0]
+        else:
+            assert [told(batch) for batch in step[0]["window"]] == [told(b) for b in step]
+        assert not any("window" in batch for batch in step[1:])
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 7), st.integers(1, 3))

@@ -139,7 +139,7 @@ def test_a_completion_longer_than_the_bound_is_refused(record):
         (json.dumps(line(prompt_ids="56")), "'prompt_ids' must be a list of token ids"),
         (json.dumps(line(completion_ids=[1.5])), "'completion_ids' must be a list of token ids"),
         (json.dumps(line(completion_ids=[])), "'completion_ids' must be a list of token ids"),
-        (json.dumps(line(sample=-1)), "'sample' must be a whole number"),
+        (json.dumps(line(sample=-2)), "'sample' must be a whole number"),
         (json.dumps(line(sample=True)), "'sample' must be a whole number"),
         (json.dumps(line(finish_reason="eos")), "'finish_reason' must be 'stop' or 'length'"),
         (json.dumps(line(finish_reason=[])), "'finish_reason' must be 'stop' or 'length'"),
@@ -181,3 +181,12 @@ def test_it_says_that_its_log_probs_are_not_the_policys(record):
     engine.load_state_dict(engine.state_dict())
     assert engine.version == 3
     engine.close()
+
+
+def test_the_greedy_completion_has_a_number_of_its_own(record):
+    path = record(line(sample=0), line(sample=-1, ids=[9, 2]))
+    assert answer(path, ask([5, 6], -1))[0][0].ids == [9, 2]
+    with pytest.raises(UserError, match=r"none of them is sample -1 \(the greedy one"):
+        answer(record(line(sample=0)), ask([5, 6], -1))
+    with pytest.raises(UserError, match="'sample' must be a whole number >= 0, or -1 for the gr"):
+        ReplayEngine(record(line(sample=-2)))

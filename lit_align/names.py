@@ -1,0 +1,35 @@
+"""Names that other projects give to what is here; nothing is imported, so that they cost nothing.
+
+TRL's are those of its release 1.16, but for a few that older ones had.
+"""
+
+# Losses of pairs: theirs, and ours for the same.
+LOSS_ALIASES = {"sigmoid": "dpo", "sigmoid_norm": "dpo_norm"}
+
+_A_TERM = "the weight of the term sft of a sum of losses, as in loss=rpo loss.terms.sft.weight=1"
+_A_LOSS = "not an option but a loss:"
+# Options that no loss here has under that name: what they are here.
+OPTIONS = {
+    "average_log_prob": f"{_A_LOSS} dpo is of sums, dpo_norm of means per token",
+    "cpo_alpha": f"{_A_TERM}; of CPO, loss=cpo and loss=cpo_simpo have it",
+    "f_alpha_divergence_coef": "1 - alpha of loss=dpo_alpha",
+    "f_divergence_type": f"{_A_LOSS} dpo_forward_kl, dpo_js or dpo_alpha; reverse_kl is dpo",
+    "gamma": "beta * gamma_beta_ratio of loss=simpo",
+    "ipo_tau": "beta of loss=ipo",
+    "ld_alpha": f"{_A_LOSS} ld_dpo has it",
+    "loss_weights": "the weights of a sum of losses: terms with a weight each, as in loss=mpo",
+    "nll_loss_coef": _A_TERM,
+    "orpo_alpha": "the weight of the term orpo_odds_ratio of loss=orpo",
+    "pref_ftx": _A_TERM,
+    "reference_free": f"{_A_LOSS} cpo_preference is dpo without a reference",
+    "rpo_alpha": _A_TERM,
+    "sft_weight": _A_TERM,
+    "simpo_gamma": "beta * gamma_beta_ratio of loss=simpo",
+    "tau": "beta of loss=ipo, discopop_tau of loss=discopop",
+    "use_weighting": "wpo=sampled, of any loss of pairs",
+}
+
+
+def elsewhere(name: str) -> str:
+    """What an option that another project knows is called here, to end a message with."""
+    return f"; {name} is {OPTIONS[name]}" if name in OPTIONS else ""
