@@ -62,8 +62,18 @@ def combination_section(name: str, config: Any) -> str:
         f"### `{name}`",
         linked(file.title),
         f"```yaml\n{file.body}\n```",
+        *(_added(group, option) for group, option in file.added),
         bullets({"Terms": terms, "Needs": needs(config), "File": file_link(name)}),
         picture(name),
+    )
+
+
+def _added(group: str, option: str) -> str:
+    """What an option of another group adds."""
+    file = LossFile.read(option, group)
+    return joined(
+        f"And with it [`{group}/{option}`](../conf/{group}/{option}.yaml): {linked(file.title)}",
+        f"```yaml\n{file.body}\n```",
     )
 
 

@@ -24,7 +24,7 @@ from lit_align.losses import (
 from lit_align.ops import masked_mean
 
 # For a project's "no bound": every bound of ours is a finite number.
-UNBOUNDED = 1e300
+UNBOUNDED = 1e18
 
 # Outputs of mapped cases that nothing of ours corresponds to, each with the reason.
 ADVANTAGES_LEFT_OUT = {

@@ -27,7 +27,7 @@ from lit_align.losses import (
 Adapter = Callable[[Case], Result]
 
 # For a project's "no bound": every bound of ours is a finite number.
-UNBOUNDED = 1e300
+UNBOUNDED = 1e18
 NAMES_OF_VERL = {"k1+": "k1_plus", "k3+": "k3_plus", "abs": "absolute"}
 
 # Outputs of mapped cases that nothing of ours corresponds to, each with the reason.

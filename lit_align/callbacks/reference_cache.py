@@ -43,8 +43,11 @@ class ReferenceCache(L.Callback):
     def __init__(
         self, folder: str | os.PathLike[str] | None = None, batch_size: int | None = None
     ) -> None:
-        if batch_size is not None and batch_size < 1:
-            raise UserError(f"reference_cache.batch_size must be at least 1, not {batch_size}")
+        if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
+            raise UserError(
+                "reference_cache.batch_size must be a whole number of responses, at least 1, "
+                f"not {batch_size!r}"
+            )
         self.folder = folder
         self.batch_size = batch_size
         self.store: ReferenceStore | None = None

@@ -106,7 +106,7 @@ def _start(
         loss=_loss_of(module, batch, logps).losses,
         expected_loss=equal.losses,
         allowed_loss=_farthest([corner.losses - equal.losses for corner in corners]),
-        reward=_farthest(equal[1:]),
+        reward=_farthest(equal[1:]) * module.rewards_are_relative,
         allowed_reward=_farthest([corner[1] - equal[1] for corner in corners]),
     )
 

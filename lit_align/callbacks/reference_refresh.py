@@ -5,14 +5,14 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lit_align.callbacks.attached import policy_module
 from lit_align.callbacks.save_policy import SavePolicy
 from lit_align.errors import UserError
 from lit_align.modules.frozen import FrozenReference
 from lit_align.modules.moving import MovingReference
-from lit_align.modules.policy import PolicyModule
+from lit_align.modules.policy import PolicyModule, refuse_other_settings
 
 
 class ReferenceRefresh(L.Callback):
@@ -20,13 +20,19 @@ class ReferenceRefresh(L.Callback):
 
         reference = alpha * policy + (1 - alpha) * reference,  every_n_steps optimizer steps apart
 
-    It starts as the policy before the first step. What is looked up with a reference that stays
-    where it is, has to be computed here: each micro-batch costs a second forward pass, and
-    `ReferenceCache`, if it is there, makes none over the data. What is trained is held twice, in
-    memory and in checkpoints, which this makes larger by those weights: all of them, or those of
-    an adapter (its factors are mixed, not their product). Right after a move with `alpha=1` policy
-    and reference agree and all rewards are 0: rewards of different steps are of different
-    references, so choose the best policy by `val/ranking_accuracies`.
+    It starts as the policy before the first step of the first run with this callback; a run that
+    is resumed goes on with it, and needs the callback, set as it was.
+
+    What is looked up with a reference that stays where it is, has to be computed here: each
+    micro-batch costs a second forward pass, and `ReferenceCache`, if it is there, makes none over
+    the data. What is trained is held twice, in memory and in checkpoints, which this makes larger
+    by those weights: all of them, or those of an adapter (its factors are mixed, not their
+    product). With weights in half precision (`bf16-true`, `16-true`) it is held in float32 besides,
+    and checkpoints hold that, for a small `alpha` would be rounded away each time.
+
+    Right after a move with `alpha=1` policy and reference agree and all rewards are 0: rewards of
+    different steps are of different references, so choose the best policy by
+    `val/ranking_accuracies`.
 
     In GRPO it is the reference of the KL term, and counts from the next rollout on.
 
@@ -87,12 +93,27 @@ class ReferenceRefresh(L.Callback):
     def state_dict(self) -> dict[str, Any]:
         if self.reference.model is None:
             return {}
-        return {"weights": self.reference.weights(), "moved_at": self._moved_at}
+        weights = self.reference.weights()
+        return {"weights": weights, "moved_at": self._moved_at, "settings": self._settings()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved = state_dict
 
+    def on_save_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Note it for the module, which may be resumed without this callback."""
+        if self.reference.model is not None:
+            settings = ", ".join(f"{name}={value}" for name, value in self._settings().items())
+            checkpoint["reference_moved_by"] = f"ReferenceRefresh({settings})"
+
+    def _settings(self) -> dict[str, Any]:
+        return {"alpha": self.alpha, "every_n_steps": self.every_n_steps}
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._usual is not None:
+            self._usual.is_too_late = True
+        self._tell(int(trainer.estimated_stepping_batches))
         if trainer.ckpt_path is None:
             return
         if self._saved is None:
@@ -100,11 +121,21 @@ class ReferenceRefresh(L.Callback):
                 "this checkpoint was written without ReferenceRefresh and holds no reference: "
                 "leave the callback out, as the run did that is to go on"
             )
+        settings = self._settings()
+        refuse_other_settings("ReferenceRefresh", self._saved.get("settings", settings), settings)
         self.reference.restore(trainer, self._saved["weights"])
         self._moved_at = self._saved["moved_at"]
         self._saved = None
         # Others may have written the checkpoint after the step and before this was told of it.
         self._move_if_due(trainer, pl_module)
+
+    def _tell(self, steps: int) -> None:
+        """Say how the reference moves, and if it never will."""
+        never = f", which this run of {steps} never reaches" if self.every_n_steps > steps else ""
+        rank_zero_info(
+            f"reference: moves {self.alpha:g} of the way to the policy every {self.every_n_steps} "
+            f"steps{never}"
+        )
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any

@@ -103,6 +103,7 @@ class PairLoader:
         self.whole_window = whole_window
         self._done = 0
         self._resume_at = 0
+        self._accumulated: int | None = None
 
     def __len__(self) -> int:
         """Micro-batches of an epoch, before any limit."""
@@ -116,6 +117,7 @@ class PairLoader:
         last = self._epoch_batches()
         if first >= last:
             self.epoch, first = self.epoch + 1, 0
+        self._refuse_half_a_step(first)
         collated = self._collated(self._order(self.epoch), first, last)
         done = first
         while done < last:
@@ -151,13 +153,16 @@ class PairLoader:
             "rows": len(self.rows),
             "seed": self.seed,
             "shuffle": int(self.shuffle),
+            "rows_at_once": self._stride,
+            "accumulate": self._accumulate(),
         }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from there, if need be with another batch size or on another number of ranks.
+        """Go on from there, after an epoch with larger batches or on more ranks if need be.
 
         Raises:
-            UserError: if the rows or their order are others, or no batch begins there.
+            UserError: if the rows or their order are others, or Lightning would go on counting
+                batches that are others.
         """
         ours = self.state_dict()
         for name in ("rows", "seed", "shuffle"):
@@ -166,15 +171,17 @@ class PairLoader:
                     f"cannot resume: the checkpoint was written with {name}={state[name]} in the "
                     f"data, not {ours[name]}; resume with the same data, seed and shuffling"
                 )
-        done, rest = divmod(state["rows_seen"], self._stride)
-        if rest:
+        seen, theirs = state["rows_seen"], state.get("rows_at_once", self._stride)
+        # Its counter starts anew only where that is past the end of an epoch.
+        if self._stride != theirs and (seen or (state["epoch"] and self._stride < theirs)):
             raise UserError(
-                f"cannot resume after {state['rows_seen']} rows of an epoch with {self._stride} "
-                "rows at a time (batch size x ranks): take a batch size or number of ranks that "
-                "divides, or a checkpoint from the end of an epoch"
+                f"cannot resume with {self._stride} rows at a time (data.batch_size x ranks), "
+                f"where the checkpoint's run read {theirs}: set data.batch_size so that it is "
+                f"{theirs} again; only after an epoch it may be more"
             )
         self.epoch = state["epoch"]
-        self._done = self._resume_at = done
+        self._done = self._resume_at = seen // self._stride
+        self._accumulated = state.get("accumulate")
 
     @property
     def _stride(self) -> int:
@@ -228,9 +235,23 @@ class PairLoader:
 
     def _step_of(self, number: int, last: int) -> tuple[int, int]:
         """The first micro-batch of the optimizer step that one belongs to, and the one after it."""
-        accumulate = self.accumulate() if callable(self.accumulate) else self.accumulate
+        accumulate = self._accumulate()
         start = number - number % accumulate
         return start, min(start + accumulate, last)
+
+    def _accumulate(self) -> int:
+        """Micro-batches of an optimizer step."""
+        return self.accumulate() if callable(self.accumulate) else self.accumulate
+
+    def _refuse_half_a_step(self, first: int) -> None:
+        """Lightning counts the micro-batches of a step from the start of the epoch."""
+        theirs, self._accumulated = self._accumulated, None
+        if theirs not in (None, ours := self._accumulate()) and first % ours:
+            raise UserError(
+                f"cannot resume after {first} micro-batches of an epoch with "
+                f"trainer.accumulate_grad_batches={ours}, which does not divide them: take "
+                f"{theirs}, as the checkpoint's run had, or a checkpoint from the end of an epoch"
+            )
 
     def _stamps(self, batch: Batch, number: int, last: int) -> Batch:
         start, end = self._step_of(number, last)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from datasets import Dataset
 
@@ -13,6 +14,7 @@ from lit_align.data.preparation import Preparation
 from lit_align.data.rows import LABEL, AnswerRow
 from lit_align.data.sources import Columns, Source, open_source
 from lit_align.data.tokenise import Completion, CompletionTokeniser
+from lit_align.errors import UserError
 from lit_align.losses import PAIR_COLUMNS
 
 
@@ -59,16 +61,21 @@ class UnpairedDataModule(PreferenceDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         super().setup(stage)
-        module = self.trainer.lightning_module if self.trainer else None
-        if not getattr(module, "needs_mismatched", False):
+        trainer: Any = self.trainer
+        if not getattr(trainer and trainer.lightning_module, "needs_mismatched", False):
             return
-        for rows in (self.train_rows, self.val_rows):
+        parts = {"training": self.train_rows}
+        if trainer.limit_val_batches:
+            parts["validation"] = self.val_rows
+        for name, rows in parts.items():
             if len(rows) and rows.partners is None:
-                rows.mismatch(self.seed if self.shuffle else None)
+                self._mismatch(name, rows)
 
-    def class_counts(self) -> tuple[int, int]:
-        """Of the rows to train on, how many are desirable, and how many are not."""
-        return self.train_rows.classes()
+    def _mismatch(self, name: str, rows: CompletionRows) -> None:
+        try:
+            rows.mismatch(self.seed if self.shuffle else None)
+        except UserError as error:
+            raise UserError(f"the {name} data: {error}") from error
 
     @property
     def collate(self) -> Collate:
@@ -91,9 +98,19 @@ class UnpairedDataModule(PreferenceDataModule):
         for position, ids in enumerate(stored["prompt_ids"]):
             prompts.setdefault(tuple(ids), []).append(position)
         groups = list(prompts.values())
-        parts = split_rows(len(groups), share, self.seed)
-        train, val = (sorted(p for n in part for p in groups[n]) for part in parts)
-        return train, val
+        train, val = split_rows(len(groups), share, self.seed)
+        labels = [{stored[LABEL][position] for position in group} for group in groups]
+        for label in {0.0, 1.0}.difference(*(labels[n] for n in val)):
+            having = [n for n in train if label in labels[n]]
+            # One of two or more: nothing can be told of a class that is not there.
+            if len(having) > 1:
+                train.remove(having[0])
+                val.append(having[0])
+        return self._positions(groups, train), self._positions(groups, val)
+
+    @staticmethod
+    def _positions(groups: Sequence[Sequence[int]], part: Sequence[int]) -> list[int]:
+        return sorted(position for n in part for position in groups[n])
 
     def _rows(self, stored: Dataset, positions: Sequence[int], first_index: int = 0) -> StoredRows:
         return CompletionRows(stored, positions, first_index, self.tokenising["max_length"])

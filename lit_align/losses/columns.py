@@ -18,11 +18,9 @@ from torch import Tensor
 from lit_align.errors import UserError
 from lit_align.losses.pair_config import PairConfig
 from lit_align.losses.pairs import PairLoss
-from lit_align.losses.variants import Range, Variant
+from lit_align.losses.variants import LARGEST, Range, Variant
 from lit_align.ops import check_same_shape
 
-# The bound is far above all use, and its products with any loss are far inside float32.
-LARGEST = 1e20
 PAIR_COLUMNS: Mapping[str, Range] = {
     "weight": Range(least=0, most=LARGEST),
     "margin": Range(least=-LARGEST, most=LARGEST),

@@ -137,6 +137,11 @@ def pair_config(loss: str | PairConfig | Mapping[str, Any]) -> PairConfig:
         return loss
     if isinstance(loss, str):
         return CombinedConfig.named(loss) if loss in COMBINATIONS else DPOConfig(loss)
+    if not isinstance(loss, Mapping):
+        raise UserError(
+            f"a loss is a name, a config or the values of one, not {loss!r}; a sum of several is "
+            "a CombinedConfig"
+        )
     return CombinedConfig(**loss) if "terms" in loss else DPOConfig(**loss)
 
 

@@ -150,8 +150,10 @@ def _refuse_lists(loss_type: Any, hyperparameters: Mapping[str, Any]) -> None:
     """Say how TRL's lists of losses and weights are written here."""
     if not isinstance(loss_type, list | tuple):
         return
-    weights = hyperparameters.get("loss_weights") or [1.0] * len(loss_type)
-    terms = {name: {"weight": weight} for name, weight in zip(loss_type, weights, strict=False)}
+    weights = hyperparameters.get("loss_weights")
+    if not isinstance(weights, list | tuple) or len(weights) != len(loss_type):
+        weights = [1.0] * len(loss_type)
+    terms = {name: {"weight": weight} for name, weight in zip(loss_type, weights, strict=True)}
     raise UserError(
         f"a sum of losses is CombinedConfig({terms}), with the options of each term beside its "
         "weight; in a file of conf/loss/ it is written like mpo.yaml"

@@ -265,6 +265,13 @@ _CLASHES: tuple[tuple[Callable[[GRPOConfig], bool], str], ...] = (
     ),
     (
         lambda config: (
+            config.entropy_control == "target" and config.entropy_bonus > config.entropy_bonus_max
+        ),
+        "entropy_control 'target' starts from entropy_bonus, and {entropy_bonus:g} is above "
+        "entropy_bonus_max {entropy_bonus_max:g}: lower the one or raise the other",
+    ),
+    (
+        lambda config: (
             config.old_policy == "sampler" and config.correction != "none" and _divides(config)
         ),
         "loss_fn '{loss_fn}' divides by the sampler's probabilities where old_policy is 'sampler', "

@@ -27,9 +27,16 @@ class Rule(Protocol):
         """Whether the value is one of them."""
 
 
+# Of all numbers that can be set: its square, as in a norm of gradients, is finite in float32.
+LARGEST = 1e18
+
+
 @dataclass(frozen=True)
 class Range:
-    """Finite numbers above `above`, not below `least`, below `below`, and not above `most`."""
+    """Finite numbers above `above`, not below `least`, below `below`, and not above `most`.
+
+    Finite in float32, and squared as well: none is larger than `LARGEST`.
+    """
 
     above: float = -math.inf
     least: float = -math.inf
@@ -42,7 +49,8 @@ class Range:
             return False
         # A whole number may be larger than any float, and compares all the same.
         number = value if isinstance(value, int) else float(value)
-        return self.above < number < self.below and self.least <= number <= self.most
+        inside = self.above < number < self.below and self.least <= number <= self.most
+        return inside and abs(number) <= LARGEST
 
     def __str__(self) -> str:
         bounds = {

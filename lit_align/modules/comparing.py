@@ -41,6 +41,11 @@ class ComparingModule(PolicyModule):
         return self.sides
 
     @property
+    def rewards_are_relative(self) -> bool:
+        """Whether rewards compare with the reference: those of a policy that equals it are 0."""
+        return True
+
+    @property
     def reads_heads(self) -> bool:
         """Whether it also reads it of each response as far as the other one goes."""
         return False
@@ -67,11 +72,12 @@ class ComparingModule(PolicyModule):
         raise NotImplementedError
 
     def note_reference(self) -> None:
-        """Keep a live reference, or the fingerprint of the policy that the cache is a cache of."""
+        """Keep the fingerprint of the policy that a cache is a cache of, and a live reference."""
+        # Beside a live reference as well: a later run may have a cache.
+        if self.loss.reads_reference and not hasattr(self, "reference_fingerprint"):
+            self.reference_fingerprint = policy_fingerprint(self.policy)
         if self.live_reference is not None:
             self.live_reference.note(self.policy, self.reference, self.device_mesh)
-        elif self.loss.reads_reference and not hasattr(self, "reference_fingerprint"):
-            self.reference_fingerprint = policy_fingerprint(self.policy)
 
     def reference_rows(self, batch: Batch) -> dict[str, Tensor]:
         """Log-probs of the responses under the reference, (B,), nats: always sums.
@@ -99,7 +105,7 @@ class ComparingModule(PolicyModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        self.running.load_state_dict(checkpoint["running_numbers"])
+        self.running.load_state_dict(checkpoint.get("running_numbers", {}))
 
     def train_metrics(self) -> dict[str, Tensor]:
         """Means over the micro-batches since the last call, on all ranks; nothing without any."""

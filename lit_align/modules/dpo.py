@@ -112,6 +112,11 @@ class DPOModule(ComparingModule):
         return self.loss.whole_window
 
     @property
+    def rewards_are_relative(self) -> bool:
+        first = next(iter(self.loss.terms.values()))
+        return first.config.reads_reference
+
+    @property
     def reads_heads(self) -> bool:
         return self.loss.reads_heads
 

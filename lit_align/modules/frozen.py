@@ -18,10 +18,15 @@ class FrozenReference:
 
     It is no submodule: neither checkpoints nor optimizers are to know it. A resumed run takes it
     from where the policy comes from, before the checkpoint is restored.
+
+    Attributes:
+        model: the second set of weights; None: not noted yet, or none is needed.
+        is_too_late: the policy has been trained, and nothing was noted before it was.
     """
 
     def __init__(self) -> None:
         self.model: Any = None
+        self.is_too_late = False
 
     def note(self, policy: nn.Module, other: PolicyRecipe | None, device_mesh: Any) -> None:
         """Keep what is needed, once: nothing if an adapter can be switched off.
@@ -31,12 +36,17 @@ class FrozenReference:
             other: the reference, if it is another model.
             device_mesh: over which a reference is sharded as the policy will be; None: it is not.
         """
-        model = self._start(policy, other) if self.model is None else None
+        absent = self.model is None and not self.is_too_late
+        model = self._start(policy, other) if absent else None
         if model is None:
             return
         self.model = model.requires_grad_(False).eval()  # noqa: FBT003, torch's signature
         if device_mesh is not None:
             shard(self.model, device_mesh)
+
+    def is_lost(self, policy: nn.Module) -> bool:
+        """Whether nobody has, any more, what this reference is."""
+        return self.is_too_late and self.model is None and not has_adapter(policy)
 
     def _start(self, policy: nn.Module, other: PolicyRecipe | None) -> Any:
         """A model to keep; None if an adapter can be switched off."""

@@ -18,9 +18,9 @@ from transformers import PreTrainedTokenizerBase
 from lit_align.errors import UserError
 from lit_align.logprobs import Alignment, ResponseLogprobs, response_logprobs
 from lit_align.losses import (
-    DPOConfig,
     EntropyBonus,
     GRPOConfig,
+    PairConfig,
     UnpairedConfig,
     aggregate,
     correction_weights,
@@ -351,9 +351,9 @@ class GRPOModule(ActingModule):
 def _config(loss: str | GRPOConfig | Mapping[str, Any] | None) -> GRPOConfig:
     if isinstance(loss, str):
         return GRPOConfig(loss)
-    if isinstance(loss, DPOConfig):
+    if isinstance(loss, PairConfig):
         raise UserError(
-            f"'{loss.loss_type}' is a loss of pairs: choose a loss of completions, such as dapo, "
+            f"{loss.title} is a loss of pairs: choose a loss of completions, such as dapo, "
             "or DPOModule (module=dpo)"
         )
     if isinstance(loss, UnpairedConfig):
@@ -361,6 +361,8 @@ def _config(loss: str | GRPOConfig | Mapping[str, Any] | None) -> GRPOConfig:
             f"{loss.title} is a loss of labelled completions: choose a loss of policies, such as "
             "dapo, or UnpairedModule (module=unpaired)"
         )
+    if not isinstance(loss, GRPOConfig | Mapping | None):
+        raise UserError(f"a loss is a name, a config or the values of one, not {loss!r}")
     return loss if isinstance(loss, GRPOConfig) else GRPOConfig(**(loss or {}))
 
 

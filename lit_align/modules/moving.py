@@ -19,11 +19,15 @@ class MovingReference(FrozenReference):
 
     Only what is trained is held twice. What is not, such as the base under an adapter, is shared
     with the policy; but for FSDP, under which each of the two has its own share of it.
+
+    Weights in half precision are mixed in float32 and held that way as well, since many a small
+    share of a policy would be rounded away; what compares is that, rounded once.
     """
 
     def _start(self, policy: nn.Module, other: PolicyRecipe | None) -> Any:
         assert other is None, "another model need not have the policy's weights"
         self.trained = [name for name, p in policy.named_parameters() if p.requires_grad]
+        self._mixed: dict[str, Tensor] = {}  # in float32, of what is in half precision
         shared: dict[int, Any] = {id(p): p for p in policy.parameters() if not p.requires_grad}
         return copy.deepcopy(policy, shared)
 
@@ -41,7 +45,9 @@ class MovingReference(FrozenReference):
         kept = dict(self.placed(trainer).named_parameters())
         current = dict(policy.named_parameters())
         for name in self.trained:
-            _local(kept[name]).lerp_(_local(current[name]), alpha)
+            mixed = self._in_full(name, kept[name])
+            _local(mixed).lerp_(_local(current[name]).to(mixed.dtype), alpha)
+            _local(kept[name]).copy_(_local(mixed))
 
     def weights(self) -> dict[str, Tensor]:
         """What is trained, whole, on the CPU; all ranks take part, and the first one gets it."""
@@ -49,7 +55,8 @@ class MovingReference(FrozenReference):
         kept = dict(self.model.named_parameters())
         is_first = getattr(rank_zero_only, "rank", 0) == 0
         for name in self.trained:
-            whole = kept[name].full_tensor() if isinstance(kept[name], DTensor) else kept[name]
+            weight = self._in_full(name, kept[name])
+            whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
             if is_first:
                 found[name] = whole.detach().cpu()
         return found
@@ -59,7 +66,18 @@ class MovingReference(FrozenReference):
         """Put back what `weights` gave; each rank has all of it."""
         kept = dict(self.placed(trainer).named_parameters())
         for name in self.trained:
-            _local(kept[name]).copy_(_local(_sharded_like(kept[name], weights[name])))
+            mixed = self._in_full(name, kept[name])
+            _local(mixed).copy_(_local(_sharded_like(mixed, weights[name])))
+            _local(kept[name]).copy_(_local(mixed))
+
+    def _in_full(self, name: str, weight: Tensor) -> Tensor:
+        """The weight itself; or, of one in half precision, what it was rounded from."""
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        if dtype == weight.dtype:
+            return weight
+        mixed = self._mixed.get(name, weight.detach()).to(weight.device, dtype)
+        self._mixed[name] = mixed
+        return mixed
 
 
 def _local(weight: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
@@ -16,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lit_align.errors import UserError
 from lit_align.modules.frozen import FrozenReference
+from lit_align.modules.moving import MovingReference
 from lit_align.modules.sharding import shard
 from lit_align.modules.window import replica
 from lit_align.policies import PolicyRecipe, has_adapter
@@ -117,7 +119,7 @@ class PolicyModule(L.LightningModule):
         """Load the policy, let the subclass look at it before anything moved it, and shard it.
 
         Lightning calls this before every fit and validation; the reference stays the policy as it
-        stood the first time.
+        stood the first time, but for one that moves (`ReferenceRefresh`).
         """
         if not hasattr(self, "policy"):
             assert self.recipe is not None
@@ -198,11 +200,20 @@ class PolicyModule(L.LightningModule):
 
         They do not know, and would save it again in the middle of the next step.
         """
+        self._refuse_a_lost_reference()
         if self.trainer.ckpt_path is None:
             return
         for keeper in self.trainer.checkpoint_callbacks:
             if isinstance(keeper, ModelCheckpoint):
                 keeper._last_global_step_saved = self.trainer.global_step
+
+    def _refuse_a_lost_reference(self) -> None:
+        if self.live_reference is not None and self.live_reference.is_lost(self.policy):
+            raise UserError(
+                "the reference is the policy as it was before its first step, and an earlier run "
+                "with ReferenceRefresh has trained it without keeping that: make a new module "
+                "from what this one was loaded from, or keep the callback"
+            )
 
     def _is_within_a_step(self) -> bool:
         """Whether gradients have been accumulated that no checkpoint holds."""
@@ -235,17 +246,42 @@ class PolicyModule(L.LightningModule):
                 "of the gradients accumulated so far: take another"
             )
         saved = checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY]["loss"]
-        if self._trainer is not None and saved != self.loss.as_dict():
-            was, is_now = _flat(saved), _flat(self.loss.as_dict())
-            changes = ", ".join(
-                f"{name} {was.get(name)!r} is now {is_now.get(name)!r}"
-                for name in {**was, **is_now}
-                if was.get(name) != is_now.get(name)
-            )
+        if self._trainer is not None:
+            refuse_other_settings("loss", saved, self.loss.as_dict())
+            self._refuse_a_reference_that_stays(checkpoint.get("reference_moved_by"))
+
+    def _refuse_a_reference_that_stays(self, moved_by: str | None) -> None:
+        """If the run that is to go on had one that moved; to be looked at, it does without."""
+        goes_on = self.trainer.state.fn == TrainerFn.FITTING
+        if moved_by and goes_on and not isinstance(self.live_reference, MovingReference):
             raise UserError(
-                f"the checkpoint was trained with another loss ({changes}): repeat the settings "
-                "of the run that is to go on"
+                "the checkpoint was trained against a reference that moved, and this run has the "
+                f"one it began with: add the callback {moved_by}"
             )
+
+
+def refuse_other_settings(what: str, saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Refuse to go on with a run in another way.
+
+    Args:
+        what: is set, as a user calls it.
+        saved: names and values, which may be nested, of the run that is to go on.
+        given: the same of this run.
+
+    Raises:
+        UserError: if they differ; it names each difference.
+    """
+    was, is_now = _flat(saved), _flat(given)
+    changes = ", ".join(
+        f"{name} {was.get(name)!r} is now {is_now.get(name)!r}"
+        for name in {**was, **is_now}
+        if was.get(name) != is_now.get(name)
+    )
+    if changes:
+        raise UserError(
+            f"the checkpoint was trained with another {what} ({changes}): repeat the settings of "
+            "the run that is to go on"
+        )
 
 
 def _flat(values: Mapping[str, Any], within: str = "") -> dict[str, Any]:

@@ -76,6 +76,7 @@ class RunningNumbers:
         return states
 
     def load_state_dict(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Go on from there."""
+        """Go on from there; a loss of which nothing is known, from the start."""
         for loss, tensor in self._states:
-            self._states[loss, tensor] = states[loss][tensor].cpu()
+            if tensor in states.get(loss, {}):
+                self._states[loss, tensor] = states[loss][tensor].cpu()

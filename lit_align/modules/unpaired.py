@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
+from lit_align.data import UnpairedDataModule
 from lit_align.errors import UserError
 from lit_align.losses import (
     GRPOConfig,
@@ -101,11 +102,21 @@ class UnpairedModule(ComparingModule):
                 "two completions of each pair"
             )
         super().setup(stage)
-        if counts := getattr(data, "class_counts", None):
-            self._warn_of_weights(*counts())
+        if isinstance(data, UnpairedDataModule):
+            self._warn_of_weights(*data.train_rows.classes())
+            if len(data.val_rows) and not all(data.val_rows.classes()):
+                rank_zero_warn(
+                    "the rows to validate on are of one class, so that there is no "
+                    "val/rewards/accuracies: hold out more of them (data.val_split), or choose the "
+                    "best policy by something else (callbacks.save_policy.best, null: not at all)"
+                )
 
     def _warn_of_weights(self, desirable: int, undesirable: int) -> None:
         if not desirable or not undesirable:
+            rank_zero_warn(
+                f"all rows to train on are {'desirable' if desirable else 'undesirable'}: nothing "
+                "says what to prefer them to"
+            )
             return
         share = desirable / undesirable
         ratio = self.loss.desirable_weight * share / max(self.loss.undesirable_weight, 1e-12)
@@ -252,4 +263,6 @@ def _config(loss: str | UnpairedConfig | Mapping[str, Any]) -> UnpairedConfig:
             f"'{loss.loss_fn}' is a loss of policies: choose one of labelled completions, such as "
             "kto, or GRPOModule (module=grpo)"
         )
+    if not isinstance(loss, str | Mapping):
+        raise UserError(f"a loss is a name, a config or the values of one, not {loss!r}")
     return UnpairedConfig(loss) if isinstance(loss, str) else UnpairedConfig(**loss)

@@ -127,7 +127,7 @@ class RolloutLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there, if need be on another number of ranks or with other micro-batches.
+        """Go on from there, after an epoch with fewer micro-batches or on more ranks if need be.
 
         Raises:
             UserError: if the prompts or their order are others, a rollout is cut otherwise, or no
@@ -147,16 +147,17 @@ class RolloutLoader:
             if value != getattr(self.plan, name):
                 raise UserError(
                     f"cannot resume: the checkpoint was written with data.{name}={value}, not "
-                    f"{getattr(self.plan, name)}; only data.batch_size, the accumulation and the "
-                    "number of ranks may change"
+                    f"{getattr(self.plan, name)}; only data.batch_size and the number of ranks may "
+                    "change"
                 )
         done, theirs, ours = state["epoch_done"], state["micro_batches"], self.plan.micro_batches
-        # Lightning goes on counting micro-batches of the epoch, and they would be others.
-        if done and ours != theirs:
+        # Lightning goes on counting micro-batches; its counter starts anew only where that is past
+        # the end of an epoch.
+        if (done and ours != theirs) or (state["rollouts_made"] and ours > theirs):
             raise UserError(
-                f"cannot resume within an epoch with {ours} micro-batches to a step, where there "
-                f"were {theirs}: take a data.batch_size or a number of ranks that makes {theirs} "
-                "of them, or a checkpoint from the end of an epoch"
+                f"cannot resume with {ours} micro-batches to a step, where there were {theirs}: "
+                f"take a data.batch_size or a number of ranks that makes {theirs} of them; only "
+                "after an epoch they may be fewer"
             )
 
     def _epoch_batches(self) -> int:

@@ -70,6 +70,11 @@ def test_a_sound_run_passes(run, loss, precision):
     run(loss=loss, precision=precision)
 
 
+@pytest.mark.parametrize("first", ["sft", "simpo", "cpo_preference"])
+def test_a_sum_that_reports_rewards_without_a_reference_passes(run, first):
+    run(loss={"terms": {first: {"weight": 1.0}, "dpo": {"weight": 1.0}}})
+
+
 def test_a_fresh_adapter_passes(run, llama):
     run({"pretrained": str(llama), "lora": LORA})
 

@@ -107,6 +107,23 @@ def test_steps_are_those_of_the_optimizer(run):
     assert moves == [6, 10]
 
 
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
+def test_a_small_share_of_a_policy_in_half_precision_counts_in_full(run, precision):
+    # 256 + 0.001 is 256 in bfloat16: what is added must not be rounded away each time.
+    refresh, watch = watched(0.001, 1)
+    run(callbacks=[refresh, watch], precision=precision, steps=6, lr=0.05)
+    expected = by_hand(watch.policy, 0.001, 1)[-1]
+    kept = refresh.reference.weights()
+    for name, weight in expected.items():
+        assert_close(kept[name].double(), weight, rtol=1e-6, atol=1e-7)
+        half = watch.policy[0][name].dtype
+        assert half in {torch.bfloat16, torch.float16}
+        # What compares is in the precision of the policy.
+        assert torch.equal(watch.reference[-1][name], kept[name].to(half))
+    start = {name: weight.double() for name, weight in watch.policy[0].items()}
+    assert any(not torch.equal(kept[name].double(), weight) for name, weight in start.items())
+
+
 def test_under_an_adapter_the_base_is_the_policys_own(run, llama):
     refresh = ReferenceRefresh(0.5, 1)
     result = run({"pretrained": str(llama), "lora": LORA}, callbacks=[refresh])
@@ -225,11 +242,21 @@ def test_labelled_completions_are_compared_with_it_too(tools, llama, pairs, tmp_
         assert (abs(last[f"train/rewards/{side}"]) < 1e-6) == agree
 
 
+@pytest.mark.parametrize(("every", "never"), [(2, False), (512, True)])
+def test_it_says_how_it_moves_and_if_it_never_will(run, every, never):
+    said = " ".join(run(callbacks=[ReferenceRefresh(0.5, every)]).said)
+    assert f"moves 0.5 of the way to the policy every {every} steps" in said
+    assert ("never reaches" in said) == never
+
+
 def test_no_pass_over_the_data_is_made(run):
     result = run(callbacks=[ReferenceRefresh()])
     assert result.scored == 0
     assert result.cache is None
-    assert not any("reference" in line for line in result.said)
+    assert [line for line in result.said if "reference" in line] == [
+        "reference: moves 0.6 of the way to the policy every 512 steps, which this run of 4 never "
+        "reaches"
+    ]
 
 
 def test_how_the_work_is_cut_changes_nothing(run):
@@ -284,6 +311,16 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(
     assert len(watch_again.reference) == 8 - stopped
 
 
+def test_so_it_does_in_half_precision(run, tmp_path):
+    path = tmp_path / "stopped.ckpt"
+    refresh, again = (ReferenceRefresh(0.01, 2) for _ in range(2))
+    options = {"precision": "bf16-true", "lr": 0.05, "steps": 7}
+    whole = run(callbacks=[refresh, SaveAt(4, path)], **options)
+    resumed = run(callbacks=[again], ckpt_path=path, **options)
+    assert_equal(trained(resumed.module), trained(whole.module))
+    assert_equal(again.reference.weights(), refresh.reference.weights())
+
+
 def test_a_checkpoint_holds_plain_tensors_of_what_is_trained(run, llama, tmp_path):
     refresh = ReferenceRefresh(0.6, 3)
     result = run({"pretrained": str(llama), "lora": LORA}, callbacks=[refresh])
@@ -305,6 +342,37 @@ def test_a_later_run_without_it_has_its_usual_reference(run):
     assert first.module.live_reference is None
     second = run(module=first.module)
     assert second.scored == 14
+
+
+def test_that_is_the_policy_before_the_first_of_the_runs(run):
+    first = run(callbacks=[ReferenceRefresh(1.0, 1)], lr=0.05)
+    later = run(module=first.module)
+    alone = run()
+    assert_equal(later.cache.tensors, alone.cache.tensors)
+
+
+def test_of_a_loaded_model_that_is_gone_and_refused(run, llama):
+    module = DPOModule(AutoModelForCausalLM.from_pretrained(llama))
+    run(module=module, callbacks=[ReferenceRefresh(1.0, 1)])
+    with pytest.raises(UserError, match="this policy before its first step, cannot be had"):
+        run(module=module)
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 2, "target_modules": "all-linear"}])
+def test_of_completions_too(act, tools, lora):
+    policy = {"pretrained": "tiny", "lora": lora}
+    module = {"policy": policy, "loss": {"beta": 0.1}, "filter_groups": False}
+    first = act(ReferenceRefresh(1.0, 1), module=module, max_steps=2)
+    assert first.ended_by is None
+    later = tools.quiet_trainer(max_steps=2, limit_val_batches=0, use_distributed_sampler=False)
+    validation = tools.quiet_trainer(use_distributed_sampler=False)
+    validation.validate(first.module, first.datamodule, verbose=False)
+    if lora:  # switched off, it is what it was
+        later.fit(first.module, first.datamodule)
+        return
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"earlier run with ReferenceRefresh .* a new module"):
+            later.fit(first.module, first.datamodule)
 
 
 def test_so_it_has_after_a_run_that_broke_off(run):
@@ -424,6 +492,47 @@ def test_a_checkpoint_without_it_is_refused(run, tmp_path):
     run(steps=2).trainer.save_checkpoint(tmp_path / "without.ckpt")
     with pytest.raises(UserError, match="written without ReferenceRefresh"):
         run(callbacks=[ReferenceRefresh()], ckpt_path=tmp_path / "without.ckpt")
+
+
+MOVED = r"add the callback ReferenceRefresh\(alpha=0\.6, every_n_steps=3\)"
+
+
+def test_a_run_that_had_it_does_not_go_on_without(run, pairs, tools, tmp_path):
+    path = tmp_path / "with.ckpt"
+    result = run(callbacks=[ReferenceRefresh(0.6, 3)], data_options={"val_path": pairs})
+    result.trainer.save_checkpoint(path)
+    with pytest.raises(UserError, match=MOVED):
+        run(ckpt_path=path)
+    # To be looked at, it needs none: but for Lightning's own warning, that is as ever.
+    trainer = tools.quiet_trainer(callbacks=[ReferenceCache(tmp_path / "reference")])
+    with pytest.warns(UserWarning, match=r"add the following callbacks: \['ReferenceRefresh'\]"):
+        trainer.validate(DPOModule(result.module.recipe), result.datamodule, path, verbose=False)
+    loaded = DPOModule.load_from_checkpoint(path, weights_only=True)
+    assert_equal(trained(loaded), trained(result.module))
+
+
+def test_nor_does_one_of_completions(act, tmp_path):
+    path = tmp_path / "with.ckpt"
+    options = {"module": {"loss": {"beta": 0.1}, "filter_groups": False}}
+    act(ReferenceRefresh(0.6, 3), SaveAt(2, path), **options)
+    assert "add the callback" in str(act(ckpt_path=path, **options).ended_by)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "every", "change"),
+    [(0.5, 3, "alpha 0.6 is now 0.5"), (0.6, 2, "every_n_steps 3 is now 2")],
+)
+def test_nor_with_other_settings(run, tmp_path, alpha, every, change):
+    path = tmp_path / "one.ckpt"
+    run(callbacks=[ReferenceRefresh(0.6, 3), SaveAt(2, path)])
+    with pytest.raises(UserError, match=rf"another ReferenceRefresh \({change}\): repeat"):
+        run(callbacks=[ReferenceRefresh(alpha, every)], ckpt_path=path)
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5, "4", True])
+def test_a_batch_size_of_the_cache_that_is_none_is_refused(size):
+    with pytest.raises(UserError, match=r"batch_size must be a whole number .* not"):
+        ReferenceCache(batch_size=size)
 
 
 def test_validation_alone_is_refused(run, pairs, tools, tmp_path):

@@ -128,6 +128,33 @@ def test_a_run_resumed_from_anywhere_equals_the_uninterrupted_one(
         assert (batches in (6, 15)) != torch.equal(resumed.weight, whole.weight), (batches, end)
 
 
+class Steps(L.Callback):
+    """The rows of each optimizer step."""
+
+    def __init__(self):
+        self.rows = []
+        self._taken = 0
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        batches = module.batches[self._taken :]
+        self.rows.append([row for _, rows in batches for row in rows])
+        self._taken = len(module.batches)
+
+
+@pytest.mark.parametrize("end", ["", "-end"])
+@pytest.mark.parametrize(("batch_size", "accumulate"), [(1, 4), (2, 2), (4, 1)])
+def test_after_an_epoch_a_run_goes_on_cut_otherwise(
+    batch_size, accumulate, end, write, make, fit, saved
+):
+    path, steps, expected = write(range(8)), Steps(), Steps()
+    fit(make(path, batch_size=1), callbacks=[saved, expected], accumulate_grad_batches=4)
+    options = {"accumulate_grad_batches": accumulate, "callbacks": [steps]}
+    data = make(path, batch_size=batch_size)
+    resumed = fit(data, ckpt_path=saved.path(8, end), **options)
+    assert {epoch for epoch, _ in resumed.batches} == {1, 2}
+    assert steps.rows == expected.rows[2:]
+
+
 def test_a_loader_made_before_its_checkpoint_is_read_goes_on_too(write, make, fit):
     """As under strategies that shard: they read the checkpoint after making the optimizer."""
 
@@ -184,7 +211,8 @@ def test_the_tokenizer_of_the_module_is_taken(write, make, fit):
 def test_checkpoints_hold_plain_values(write, make, fit, saved):
     fit(make(write(range(4)), batch_size=1), callbacks=[saved], max_epochs=1)
     state = torch.load(saved.path(3), weights_only=True)["PreferenceDataModule"]["loader"]
-    assert state == {"epoch": 0, "rows_seen": 3, "rows": 4, "seed": 0, "shuffle": 1}
+    position = {"epoch": 0, "rows_seen": 3, "rows": 4, "seed": 0, "shuffle": 1}
+    assert state == position | {"rows_at_once": 1, "accumulate": 1}
 
 
 def test_other_data_on_resume_is_refused(write, make, fit, saved):

@@ -282,7 +282,7 @@ def test_a_run_resumed_from_anywhere_equals_the_uninterrupted_one(
 def test_a_batch_size_that_does_not_fit_the_checkpoint_is_refused(write, fit, saved):
     path = write(12)
     fit(make(path), callbacks=[saved], max_epochs=1)
-    with pytest.raises(UserError, match="cannot resume within an epoch with 2 micro-batches"):
+    with pytest.raises(UserError, match="cannot resume with 2 micro-batches"):
         fit(make(path, batch_size=2), ckpt_path=saved.path(6))
 
 

@@ -37,14 +37,16 @@ def write(tmp_path):
 def ready(tmp_path):
     """A data module after its setup, inside a Trainer whose module wants mismatched rows or not."""
 
-    def made(path, needs_mismatched=None, **options):
+    def made(path, needs_mismatched=None, *, validate=1.0, **options):
         data = UnpairedDataModule(
             path, **{"tokenizer": char_level(), "cache_dir": tmp_path / "cache", **options}
         )
         data.prepare_data()
         if needs_mismatched is not None:
             module = SimpleNamespace(needs_mismatched=needs_mismatched)
-            data.trainer = SimpleNamespace(lightning_module=module, distributed_sampler_kwargs=None)
+            data.trainer = SimpleNamespace(
+                lightning_module=module, distributed_sampler_kwargs=None, limit_val_batches=validate
+            )
         data.setup("fit")
         return data
 
@@ -62,7 +64,7 @@ def test_rows_of_a_file_come_as_they_are(write, ready):
     assert [each["label"] for each in data.train_rows] == [True, False, True]
     assert [each["weight"] for each in data.train_rows] == [1.0, 1.0, 0.5]
     assert [each["index"] for each in data.train_rows] == [0, 1, 2]
-    assert data.class_counts() == (2, 1)
+    assert data.train_rows.classes() == (2, 1)
     assert "mismatched_ids" not in data.train_rows[0]
 
 
@@ -87,7 +89,7 @@ def test_conversations_through_a_table(tmp_path, ready):
     Dataset.from_list(rows).save_to_disk(tmp_path / "d")
     data = ready(tmp_path / "d", tokenizer=char_level(chat_template=WITH_BOS))
     assert [text.rstrip() for text in texts(data.train_rows)] == ["yes</s>", "no</s>"]
-    assert data.class_counts() == (1, 1)
+    assert data.train_rows.classes() == (1, 1)
 
 
 def test_a_table_without_any_of_the_columns_is_refused(tmp_path, ready):
@@ -154,6 +156,28 @@ def test_one_prompt_is_refused_only_where_it_matters(write, ready):
     assert len(ready(path, needs_mismatched=False).train_rows) == 3
     with pytest.raises(UserError, match="all 3 rows have the same prompt"):
         ready(path, needs_mismatched=True)
+
+
+def test_rows_to_validate_on_are_named_if_they_cannot_be_mismatched(write, ready):
+    path, val = write([row(0, 1), row(1, 0)]), write([row(0, 1), row(0, 0)], "val.jsonl")
+    with pytest.raises(UserError, match=r"the validation data: .* all 2 rows have the same prompt"):
+        ready(path, needs_mismatched=True, val_path=val)
+    ready(path, needs_mismatched=True, val_path=val, validate=0)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_share_for_validation_has_both_classes_where_it_can(write, ready, seed):
+    rows = [row(n, n < 2) for n in range(40)]
+    data = ready(write(rows), val_split=0.05, seed=seed)
+    assert min(data.val_rows.classes()) > 0
+    assert min(data.train_rows.classes()) > 0
+    assert len(data.train_rows) + len(data.val_rows) == 40
+
+
+def test_the_only_row_of_a_class_stays_where_it_was_dealt(write, ready):
+    data = ready(write([row(n, n < 1) for n in range(40)]), val_split=0.05)
+    counts = data.train_rows.classes(), data.val_rows.classes()
+    assert counts in (((1, 37), (0, 2)), ((0, 38), (1, 1)))
 
 
 # --- batches

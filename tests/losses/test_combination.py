@@ -94,6 +94,8 @@ def test_a_sum_reads_what_any_of_its_terms_reads():
         ({"dpo": {"weight": float("inf")}}, "weight must be .*, not inf"),
         ({"dpo": {"weight": True}}, "weight must be .*, not True"),
         ({"dpo": {"weight": "1"}}, "weight must be .*, not '1'"),
+        ({"dpo": {"weight": 1e39}}, "weight must be .*, not 1e\\+39"),
+        ({"dpo": {"weight": 10**400}}, "weight must be .*, not 10000"),
         ({"dpo": {"weight": 1, "loss_type": "ipo"}}, "named by its key"),
         ({"dpo": {"weight": 1, "beta": 0}}, "loss 'dpo': beta must be"),
         ({"sft": {"weight": 1, "beta": 1}}, "loss 'sft' takes no options, not beta"),
@@ -159,8 +161,15 @@ def test_lists_of_trl_are_refused_with_the_config_to_write():
         "bco_pair": 0.2,
         "sft": 1.0,
     }
-    with pytest.raises(UserError, match=r"'sigmoid': \{'weight': 1\.0\}"):
-        DPOConfig(["sigmoid", "sft"])
+    for weights in ({}, {"loss_weights": [0.5]}, {"loss_weights": 0.5}):
+        with pytest.raises(UserError, match=r"'sigmoid': \{'weight': 1\.0\}, 'sft': .*1\.0"):
+            DPOConfig(["sigmoid", "sft"], **weights)
+
+
+@pytest.mark.parametrize("loss", [["dpo"], 3, None])
+def test_what_is_no_loss_is_refused(loss):
+    with pytest.raises(UserError, match="a loss is a name, a config or the values of one, not"):
+        pair_config(loss)
 
 
 @pytest.mark.parametrize(

@@ -320,6 +320,8 @@ def test_what_a_loss_reads_follows_from_its_signature():
         ("dpo", "beta", True, "a finite number"),
         ("dpo", "beta", None, "a finite number"),
         ("dpo_norm", "beta", math.inf, "a finite number"),
+        ("dpo_norm", "beta", 1e39, "a finite number"),
+        ("ipo", "beta", 10**400, "a finite number"),
         ("simpo", "beta", math.nan, "a finite number"),
         ("simpo", "gamma_beta_ratio", -0.1, "not below 0"),
         ("simpo", "label_smoothing", 0.5, "below 0.5"),

@@ -125,6 +125,10 @@ def test_a_config_knows_whether_there_is_a_bonus():
             },
             "entropy_bonus_max must not be below entropy_bonus_min = 0.2, and it is 0.1",
         ),
+        (
+            {"entropy_control": "target", "entropy_target": 1.0, "entropy_bonus": 2.0},
+            "starts from entropy_bonus, and 2 is above entropy_bonus_max 1",
+        ),
         ({"entropy_target": 0.5}, "nothing that was chosen reads entropy_target.*'fixed'"),
     ],
 )

@@ -9,7 +9,7 @@ from distributed.fit_grpo import digits, fit, save_random
 
 from lit_align.data import Arithmetic, PreferenceDataModule, RolloutDataModule
 from lit_align.errors import UserError
-from lit_align.losses import DPOConfig, GRPOConfig
+from lit_align.losses import CombinedConfig, DPOConfig, GRPOConfig
 from lit_align.modules import DPOModule, GRPOModule
 from lit_align.resources import resource
 from lit_align.rewards import RewardSuite, in_process
@@ -242,6 +242,11 @@ def test_a_kl_in_the_reward_is_in_the_advantage(llama):
             lambda: GRPOModule("tiny", DPOConfig("simpo"), reward=digits),
             r"'simpo' is a loss of pairs",
         ),
+        (
+            lambda: GRPOModule("tiny", CombinedConfig.named("mpo"), reward=digits),
+            r"'dpo \+ bco_pair \+ sft' is a loss of pairs",
+        ),
+        (lambda: GRPOModule("tiny", ["dapo"], reward=digits), r"a loss is a name"),
         (lambda: DPOModule("tiny", GRPOConfig("dapo")), r"'dapo' is a loss of completions"),
         (lambda: GRPOModule("tiny", reward={}), r"reward"),
         (lambda: GRPOModule("tiny", reward=digits, val_generations=0), r"val_generations"),

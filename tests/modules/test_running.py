@@ -67,6 +67,16 @@ def test_each_loss_of_a_sum_has_numbers_of_its_own(trainer):
     assert_close(running["other"]["lead_mean"].item(), 2 / 0.1)
 
 
+def test_a_loss_that_the_checkpoint_does_not_know_starts_afresh(trainer):
+    first = numbers(one={"loss_type": "bco_pair"})
+    pair = rewards([1.0], [3.0])
+    first.observe({"one": pair}, every(pair))
+    first.end_step(trainer)
+    again = numbers(one={"loss_type": "bco_pair"}, other={"loss_type": "bco_pair"})
+    again.load_state_dict(first.state_dict())
+    assert (again["one"]["delta"], again["other"]["delta"]) == (2, 0)
+
+
 def test_what_a_stopped_step_has_shown_is_forgotten(trainer):
     running = numbers(one={"loss_type": "bco_pair"})
     pair = rewards([1.0], [3.0])

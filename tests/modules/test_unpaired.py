@@ -190,6 +190,8 @@ def test_the_first_step_has_no_rewards_and_the_loss_of_a_policy_that_is_its_refe
         assert ("train/kl" in logged) == (loss == "kto")
 
 
+@pytest.mark.filterwarnings("ignore:all rows to train on are")
+@pytest.mark.filterwarnings("ignore:the rows to validate on are of one class")
 @pytest.mark.parametrize("loss", UNPAIRED_LOSSES)
 @pytest.mark.parametrize("label", [True, False])
 def test_a_class_without_rows_is_left_out_of_the_metrics(run, loss, label):
@@ -210,6 +212,7 @@ def test_one_row_at_a_time_learns_with_the_reference_point_of_its_step(run):
     assert logged.train[-1]["train/loss"] != 0.5
 
 
+@pytest.mark.filterwarnings("ignore:all rows to train on are")
 def test_the_reference_point_is_that_of_the_whole_step(run):
     """By hand: log-ratios of the mismatched completions of all micro-batches."""
 
@@ -255,6 +258,7 @@ def test_validation_does_not_depend_on_its_batches(run, tmp_path):
             assert other == pytest.approx(found[0], rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:all rows to train on are")
 def test_validation_is_what_the_loss_says_of_all_rows_at_once(run, tmp_path):
     held_out = tmp_path / "val.jsonl"
     held_out.write_text("".join(json.dumps(row) + "\n" for row in sums(*[True, False, True] * 3)))
@@ -430,6 +434,8 @@ def test_a_loss_of_pairs_is_refused():
         UnpairedModule("tiny", GRPOConfig())
     with pytest.raises(UserError, match="unknown loss 'dpo'; known: apo_zero_unpaired, bco, kto"):
         UnpairedModule("tiny", "dpo")
+    with pytest.raises(UserError, match="a loss is a name, a config or the values of one"):
+        UnpairedModule("tiny", ["kto", "bco"])
     assert UnpairedModule("tiny", {"loss_type": "kto", "beta": 0.3}).loss.beta == 0.3
 
 
@@ -464,6 +470,7 @@ def test_without_the_cache_callback_it_says_so(tmp_path, pairs7):
         ([True] * 2 + [False] * 6, {}, "2 are desirable and 6 are not.*between 3 and 4,"),
         ([True] * 2 + [False] * 6, {"desirable_weight": 3.5}, None),
         ([True] * 6 + [False] * 2, {}, "3 times as much.*between 0.333 and 0.444,"),
+        ([True] * 4, {}, "all rows to train on are desirable"),
     ],
 )
 def test_classes_that_do_not_balance_are_told_of(run, caplog, recwarn, labels, weights, said):
