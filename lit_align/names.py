@@ -11,6 +11,18 @@ _A_LOSS = "not an option but a loss:"
 # Options that no loss here has under that name: what they are here.
 OPTIONS = {
     "average_log_prob": f"{_A_LOSS} dpo is of sums, dpo_norm of means per token",
+    "epsilon": "clip_lower and clip_higher",
+    "epsilon_high": "clip_higher, but of cispo 1 + clip_higher",
+    "importance_sampling_level": "ratio_level",
+    "mask_truncated_completions": "module.mask_truncated",
+    "num_generations": "data.num_generations",
+    "num_iterations": "data.num_iterations",
+    "ref_model_mixup_alpha": "callbacks.reference_refresh.alpha, with loss=tr_dpo",
+    "ref_model_sync_steps": "callbacks.reference_refresh.every_n_steps, with loss=tr_dpo",
+    "scale_rewards": "the choice of advantage: group_mean_std, batch_std, or group_mean for none",
+    "sync_ref_model": "a callback, ReferenceRefresh, which loss=tr_dpo adds",
+    "top_entropy_quantile": "1 - entropy_share of token_filter=top_entropy",
+    "vllm_importance_sampling_correction": "the choice of correction: none, tis, ...",
     "cpo_alpha": f"{_A_TERM}; of CPO, loss=cpo and loss=cpo_simpo have it",
     "f_alpha_divergence_coef": "1 - alpha of loss=dpo_alpha",
     "f_divergence_type": f"{_A_LOSS} dpo_forward_kl, dpo_js or dpo_alpha; reverse_kl is dpo",

@@ -176,7 +176,9 @@ def test_a_run_of_an_alias_is_that_of_the_loss(lit_align):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["loss=simpoo"], "Could not find 'loss/simpoo'"),
+        (["loss=simpoo"], "no option 'simpoo' of loss; did you mean loss=simpo?"),
+        (["loss=qqq"], "no option 'qqq' of loss\nloss has: alphapo, aot, "),
+        (["loss=grpo", "loss.epsilon=0.1"], "no key 'loss.epsilon'; epsilon is clip_lower and cl"),
         (["loss.betta=1"], "no key 'loss.betta'; did you mean loss.beta?"),
         (["lss=dpo"], "no key 'lss'; did you mean loss?"),
         (["+loss.betta=1"], "loss 'dpo' takes beta, label_smoothing, not betta"),
@@ -203,7 +205,7 @@ def test_a_run_of_an_alias_is_that_of_the_loss(lit_align):
         (["optimizer.lr=-1"], "the optimizer cannot be built: Invalid learning rate"),
         (["optimizer=sgd", "+optimizer.betas=[0.9,0.9]"], "the optimizer cannot be built"),
         (["output_dir=/dev/null/x"], "Not a directory"),
-        (["-m", "loss=dpo,simpoo"], "Could not find 'loss/simpoo'"),
+        (["-m", "loss=dpo,simpoo"], "no option 'simpoo' of loss; did you mean loss=simpo?"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

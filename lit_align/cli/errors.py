@@ -7,11 +7,11 @@ hiding that would hide where to look. HYDRA_FULL_ERROR=1 shows the traceback of 
 import errno
 import os
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from hydra.errors import HydraException, InstantiationException
+from hydra.errors import HydraException, InstantiationException, MissingConfigException
 from omegaconf import DictConfig
 from omegaconf.errors import (
     ConfigAttributeError,
@@ -86,10 +86,24 @@ def _unknown_key(error: OmegaConfBaseException) -> str | None:
     parent = full_key.removesuffix(key)
     hidden = ("_", "hydra")
     known = [str(name) for name in node if not str(name).startswith(hidden)]
-    close = get_close_matches(key, known, n=1)
-    meant = f"; did you mean {parent}{close[0]}?" if close else ""
+    meant = elsewhere(key) or _meant(key, known, parent)
     where = f"'{parent.rstrip('.')}'" if parent else "the configuration"
-    return f"no key '{full_key}'{meant}{elsewhere(key)}\n{where} has: {', '.join(known)}"
+    return f"no key '{full_key}'{meant}\n{where} has: {', '.join(known)}"
+
+
+def _unknown_option(error: MissingConfigException) -> str | None:
+    """Which options a group has, and which was meant; Hydra would list them one below the other."""
+    group, _, name = (error.missing_cfg_file or "").rpartition("/")
+    if not group or not error.options:
+        return None
+    meant = _meant(name, error.options, f"{group}=")
+    return f"no option '{name}' of {group}{meant}\n{group} has: {', '.join(error.options)}"
+
+
+def _meant(name: str, known: Sequence[str], before: str) -> str:
+    """The one of the known names that may have been meant, to end a message with."""
+    close = get_close_matches(name, known, n=1)
+    return f"; did you mean {before}{close[0]}?" if close else ""
 
 
 def _not_built(error: InstantiationException) -> str | None:
@@ -134,6 +148,7 @@ _TOLD: dict[type[BaseException], Callable[[Any], str | None]] = {
     ConfigAttributeError: _unknown_key,
     ConfigKeyError: _unknown_key,
     MissingMandatoryValue: _missing_value,
+    MissingConfigException: _unknown_option,
     ValueError: _null_group,
     OSError: _unusable_place,
 }
