@@ -430,7 +430,8 @@ def test_a_killed_trainer_leaves_no_worker(tmp_path, busy):
             print(os.getpid(), flush=True)
             {busy}
             return [0] * len(completions)
-        RewardSuite({{"mine": mine}}).score(["a"], ["b"], [[1]], {{}})
+        suite = RewardSuite({{"mine": mine}})  # kept: its end is that of its workers
+        suite.score(["a"], ["b"], [[1]], {{}})
         time.sleep(60)
     """)
     trainer = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
