@@ -146,13 +146,17 @@ def _is_last_step(trainer: L.Trainer) -> bool:
 
 def _end(number: int) -> NoReturn:
     """End as the signal would where nobody listens, with the exit code that shells give it."""
-    for thread in threading.enumerate():
-        # Lightning's kills this process, exit code and all, once it finds that a rank has ended.
-        if thread.name == "child-process-observer":
-            vars(thread)["_child_processes"] = []
+    leave_ranks_unwatched()
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     raise SIGTERMException(128 + number)
+
+
+def leave_ranks_unwatched() -> None:
+    """Keep Lightning from killing this process, exit code and all, once it finds a rank ended."""
+    for thread in threading.enumerate():
+        if thread.name == "child-process-observer":
+            vars(thread)["_child_processes"] = []
 
 
 def _in_a_fork(number: int) -> None:

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from omegaconf import DictConfig, OmegaConf
 
 from lit_align.callbacks import StepProgressBar
+from lit_align.callbacks.stop_on_signal import leave_ranks_unwatched
 from lit_align.cli.process import TERMINATED
 from lit_align.errors import UserError
 
@@ -139,6 +140,7 @@ def fit(trainer: L.Trainer, module: L.LightningModule, **options: Any) -> None:
             raise KeyboardInterrupt from None
         sys.exit(end.code or TERMINATED)
     except Exception:
+        leave_ranks_unwatched()
         # Waiting for this one in a collective, they would add a traceback each.
         if kill := getattr(trainer.strategy.launcher, "kill", None):
             kill(signal.SIGKILL)
