@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
 from lit_align.errors import UserError
-from lit_align.logprobs import Alignment, response_logprobs
+from lit_align.logprobs import Alignment, Layout, response_logprobs
 from lit_align.losses import DPOConfig, GRPOConfig, PairLoss, TensorCache, compute_loss
 from lit_align.modules.metrics import RunningMeans, gradient_norm
 from lit_align.modules.policy import Batch, Loadable, PolicyModule
@@ -59,6 +59,8 @@ class DPOModule(PolicyModule):
         optimizer: from parameters to an optimizer; None: AdamW, learning rate 1e-6.
         scheduler: from an optimizer (and `total_steps`) to a scheduler, stepped once per
             optimizer step; None: constant.
+        layout: how a batch goes through the model: "padded", "packed", "shared" (prompts that
+            repeat run once) or "auto", the cheapest that the model allows. Of no effect on results.
     """
 
     rows = "pairs"
@@ -74,6 +76,7 @@ class DPOModule(PolicyModule):
         reference: Loadable | None = None,
         optimizer: Callable[..., Optimizer] | None = None,
         scheduler: Callable[..., Any] | None = None,
+        layout: Layout = "auto",
     ) -> None:
         super().__init__(
             policy,
@@ -82,6 +85,7 @@ class DPOModule(PolicyModule):
             reference=reference,
             optimizer=optimizer,
             scheduler=scheduler,
+            layout=layout,
         )
         self.reference_cache: TensorCache | None = None
         self.train_means = RunningMeans(*PAIR_METRICS)
@@ -110,7 +114,12 @@ class DPOModule(PolicyModule):
         """
         input_ids, attention_mask, labels = stacked_pairs(batch)
         scored = response_logprobs(
-            self.policy, input_ids, attention_mask, labels, alignment=self._alignment()
+            self.policy,
+            input_ids,
+            attention_mask,
+            labels,
+            alignment=self._alignment(),
+            layout=self.layout,
         )
         terms = (None, None) if scored.alignment is None else scored.alignment.sum(-1).chunk(2)
         return PairLogps(
