@@ -5,12 +5,20 @@ TRL's are those of its release 1.16, but for a few that older ones had.
 
 # Losses of pairs: theirs, and ours for the same.
 LOSS_ALIASES = {"sigmoid": "dpo", "sigmoid_norm": "dpo_norm"}
+# Losses that are no option here, and what is in their place.
+LOSSES = {
+    "aot_pair": "loss=aot",
+    "bnpo": "loss=grpo loss.aggregation=token_mean, over the whole step, not a micro-batch",
+    "kto_pair": "no loss of pairs here: loss=kto learns from labelled completions",
+}
 
 _A_TERM = "the weight of the term sft of a sum of losses, as in loss=rpo loss.terms.sft.weight=1"
 _A_LOSS = "not an option but a loss:"
 # Options that no loss here has under that name: what they are here.
 OPTIONS = {
     "average_log_prob": f"{_A_LOSS} dpo is of sums, dpo_norm of means per token",
+    "delta": "the largest ratio, of loss.loss_fn=two_sided +loss.delta=4, or the lead that "
+    "loss=slic_calibration asks for; bco and bco_pair measure their own",
     "epsilon": "clip_lower and clip_higher",
     "epsilon_high": "clip_higher, but of cispo 1 + clip_higher",
     "importance_sampling_level": "ratio_level",
@@ -40,8 +48,10 @@ OPTIONS = {
     "tau": "beta of loss=ipo, discopop_tau of loss=discopop",
     "use_weighting": "wpo=sampled, of any loss of pairs",
 }
+# Options of losses that, where the loss is a term of a sum, are something else of the term.
+TERM_OPTIONS = {("orpo_odds_ratio", "beta"): "weight"}
 
 
-def elsewhere(name: str) -> str:
+def elsewhere(name: str, known: dict[str, str] = OPTIONS) -> str:
     """What an option that another project knows is called here, to end a message with."""
-    return f"; {name} is {OPTIONS[name]}" if name in OPTIONS else ""
+    return f"; {name} is {known[name]}" if name in known else ""

@@ -20,6 +20,27 @@ settings.register_profile("repeatable", deadline=None, derandomize=True, max_exa
 settings.load_profile("repeatable")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--layout",
+        choices=["padded", "packed", "shared"],
+        help="of all log-probs that are left to choose theirs, in the tests' own process",
+    )
+
+
+@pytest.fixture(autouse=True)
+def forced_layout(request, monkeypatch):
+    """Every layout must pass every test."""
+    forced = request.config.getoption("--layout")
+    if forced:
+        from lit_align.logprobs import layouts, response
+
+        def packed_batch(model, layout, *batch):
+            return layouts.packed_batch(model, forced if layout == "auto" else layout, *batch)
+
+        monkeypatch.setattr(response, "packed_batch", packed_batch)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     from closing_summary import summarise
 

@@ -24,7 +24,7 @@ class Replay(nn.Module):
 
     def __init__(self, logits: Tensor) -> None:
         super().__init__()
-        self.config = PretrainedConfig()
+        self.config = PretrainedConfig(vocab_size=logits.shape[-1])
         self.base_model = Body(logits)
         self.head = nn.Identity()
 

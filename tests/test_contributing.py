@@ -90,26 +90,33 @@ def test_the_example_is_in_this_style(copy):
     run(["python", "-m", "ruff", "format", "--check", *paths], copy)
 
 
-@pytest.mark.parametrize("place", ["the package", "the folder of a user"])
-def test_the_example_trains(place, copy, commands, tmp_path):
-    folder, command = (copy, commands[0]) if place == "the package" else outside(tmp_path)
-    run(command, folder)
-    (result,) = folder.glob("outputs/*/*-brier/result.json")
+def test_the_example_trains(copy, commands):
+    run(commands[0], copy)
+    (result,) = copy.glob("outputs/*/*-brier/result.json")
     assert '"error": null' in result.read_text()
+
+
+def test_the_example_trains_outside_of_the_repository_alone_and_in_a_sum(tmp_path):
+    for command in outside(tmp_path):
+        run(command.strip(), tmp_path)
+    for name in ("brier", "brier_sft"):
+        (result,) = tmp_path.glob(f"outputs/*/*-{name}/result.json")
+        assert '"error": null' in result.read_text()
 
 
 def outside(folder):
     """A folder that is no repository, and what is typed there."""
-    head, yaml, command = (blocks(OUTSIDE, name)[0] for name in ("python", "yaml", "bash"))
+    (head,), (yaml, of_sum) = blocks(OUTSIDE, "python"), blocks(OUTSIDE, "yaml")
     (written,) = blocks(INSIDE, "yaml")
     changed = re.sub(r"^_target_: .*\n", yaml, written, flags=re.MULTILINE)
     assert changed != written
     files = {
         "my_losses.py": head + "\n\n" + blocks(INSIDE, "python")[0],
         "my_conf/loss/brier.yaml": changed,
+        "my_conf/loss/brier_sft.yaml": of_sum,
     }
     lay(folder, files)
-    return folder, command.strip()
+    return blocks(OUTSIDE, "bash")
 
 
 def test_the_tests_of_the_example_pass_and_see_what_is_wrong(copy, commands):

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from lit_align.callbacks.reference_rows import Response, Responses
 from lit_align.callbacks.reference_store import ReferenceStore, Scored
 from lit_align.errors import UserError
-from lit_align.logprobs import response_logprobs
+from lit_align.logprobs import Layout, response_logprobs
 from lit_align.modules.inference import inference
 from lit_align.modules.ranks import from_all_ranks, turns
 from lit_align.modules.window import replica
@@ -77,7 +77,7 @@ def build(
     with _progress(trainer) as progress, inference(trainer, model), writer:
         bar = progress.add_task("reference", total=sum(map(len, batches)))
         for batch, counts in turns(trainer, batches):
-            scored = _score(model, responses, batch, trainer.strategy.root_device)
+            scored = _score(model, responses, batch, trainer)
             _refuse_non_finite(trainer, responses, scored, tokenizer)
             if counts:
                 writer.add({response.key: entry for response, entry in scored.items()})
@@ -85,10 +85,11 @@ def build(
 
 
 def _score(
-    model: nn.Module, responses: Responses, batch: Sequence[Response], device: torch.device
+    model: nn.Module, responses: Responses, batch: Sequence[Response], trainer: L.Trainer
 ) -> dict[Response, Scored]:
-    tensors = (tensor.to(device) for tensor in responses.batch(batch))
-    scored = response_logprobs(model, *tensors)
+    tensors = (tensor.to(trainer.strategy.root_device) for tensor in responses.batch(batch))
+    layout: Layout = trainer.lightning_module.layout  # type: ignore[assignment]
+    scored = response_logprobs(model, *tensors, layout=layout)
     sums, counts = scored.logprobs.sum(-1).tolist(), scored.mask.sum(-1).tolist()
     entries = map(Scored, sums, counts)
     return dict(zip(batch, entries, strict=True))

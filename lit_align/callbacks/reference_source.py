@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from lit_align.errors import UserError
+from lit_align.logprobs import plain_attention
+from lit_align.matmul import matmul_in_use
 from lit_align.modules.comparing import ComparingModule
 from lit_align.modules.sharding import shard
 from lit_align.policies import PolicyRecipe, has_adapter, policy_fingerprint, reference_mode
@@ -70,9 +72,9 @@ class ReferenceSource:
             # An adapter that is disabled computes what its base does.
             "adapter": "off",
             "precision": str(self.trainer.precision),
-            "matmul": torch.get_float32_matmul_precision(),
+            "matmul": _matmul(),
             "dtype": str(floating_dtype(model)),
-            "attention": model.config._attn_implementation,
+            "attention": plain_attention(model.config),
             "config": {key: config[key] for key in sorted(config.keys() - _NOT_NUMERIC)},
         }
 
@@ -129,6 +131,12 @@ class ReferenceSource:
             shard(model, self.module.device_mesh)
         converted = self.trainer.precision_plugin.convert_module(model)
         return converted.to(self.trainer.strategy.root_device)
+
+
+def _matmul() -> str:
+    """How float32 matrices are multiplied."""
+    precision = torch.get_float32_matmul_precision()
+    return precision if matmul_in_use() == "default" else f"{precision}, {matmul_in_use()}"
 
 
 def floating_dtype(model: nn.Module) -> torch.dtype:

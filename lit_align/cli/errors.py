@@ -21,7 +21,7 @@ from omegaconf.errors import (
 )
 
 from lit_align.errors import UserError
-from lit_align.names import elsewhere
+from lit_align.names import LOSSES, TERM_OPTIONS, elsewhere
 
 _PLACE_ERRORS = {
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR),
@@ -86,9 +86,35 @@ def _unknown_key(error: OmegaConfBaseException) -> str | None:
     parent = full_key.removesuffix(key)
     hidden = ("_", "hydra")
     known = [str(name) for name in node if not str(name).startswith(hidden)]
-    meant = elsewhere(key) or _meant(key, known, parent)
+    ours = _of_terms(key, node, parent) or elsewhere(key)
+    meant = ours or _meant(key, known, parent)
     where = f"'{parent.rstrip('.')}'" if parent else "the configuration"
-    return f"no key '{full_key}'{meant}\n{where} has: {', '.join(known)}"
+    lines = [f"no key '{full_key}'{meant}", f"{where} has: {', '.join(known)}"]
+    # Only what is built of options can take one that is not written down.
+    if not ours and ("_target_" in node or ".terms." in full_key):
+        lines.append(f"an option that is not listed there is added with a plus: +{_new(error)}=...")
+    return "\n".join(lines)
+
+
+def _of_terms(key: str, node: DictConfig, parent: str) -> str:
+    """Where the terms of a sum of losses have the key, to end a message with."""
+    terms = _terms(node)
+    names = {term: TERM_OPTIONS.get((term, key), key) for term in terms}
+    places = [f"{parent}terms.{term}.{ours}" for term, ours in names.items() if ours in terms[term]]
+    return f"; of a sum it is said of a term: {', '.join(places)}" if places else ""
+
+
+def _new(error: OmegaConfBaseException) -> str:
+    """The place of a key to add: of a sum of losses, its first term."""
+    full_key, key = str(error.full_key), str(error.key)
+    first = next(iter(_terms(error.parent_node)), None)
+    return f"{full_key.removesuffix(key)}terms.{first}.{key}" if first else full_key
+
+
+def _terms(node: DictConfig) -> dict[str, DictConfig]:
+    """The terms of a sum of losses, by name; none of anything else."""
+    terms = node.get("terms", {})
+    return {str(n): term for n, term in terms.items() if isinstance(term, DictConfig)}
 
 
 def _unknown_option(error: MissingConfigException) -> str | None:
@@ -96,7 +122,8 @@ def _unknown_option(error: MissingConfigException) -> str | None:
     group, _, name = (error.missing_cfg_file or "").rpartition("/")
     if not group or not error.options:
         return None
-    meant = _meant(name, error.options, f"{group}=")
+    theirs = elsewhere(name, LOSSES) if group == "loss" else ""
+    meant = theirs or _meant(name, error.options, f"{group}=")
     return f"no option '{name}' of {group}{meant}\n{group} has: {', '.join(error.options)}"
 
 

@@ -44,12 +44,15 @@ def left_as_found() -> Iterator[None]:
     """Undo what a run does to its process, so that the next one starts as the first did."""
     import torch
 
+    from lit_align.matmul import choose_matmul, matmul_in_use
+
     before = {name: os.environ.get(name) for name in RANK_VARIABLES}
-    threads = torch.get_num_threads()
+    threads, matmul = torch.get_num_threads(), matmul_in_use()
     try:
         yield
     finally:
         torch.set_num_threads(threads)
+        choose_matmul(matmul)
         for name, value in before.items():
             os.environ.pop(name, None)
             if value is not None:

@@ -18,6 +18,7 @@ from lit_align.callbacks import StepProgressBar
 from lit_align.callbacks.stop_on_signal import leave_ranks_unwatched
 from lit_align.cli.process import TERMINATED
 from lit_align.errors import UserError
+from lit_align.matmul import choose_matmul
 
 _IN_A_CHECKPOINT = {"state_dict", "optimizer_states", "loops"}
 
@@ -58,6 +59,7 @@ def settle(cfg: DictConfig) -> None:
     """Set what holds for the whole process."""
     if cfg.num_threads is not None:
         torch.set_num_threads(whole("num_threads", cfg.num_threads, least=1))
+    choose_matmul(cfg.cpu_matmul)
     L.seed_everything(whole("seed", cfg.seed, least=0), workers=True)
 
 

@@ -5,10 +5,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from lit_align.errors import UserError
 from lit_align.logprobs.head import Head
+from lit_align.logprobs.packing import Packed
 
 
 class CausalLM(NamedTuple):
@@ -27,6 +29,19 @@ class CausalLM(NamedTuple):
         if "position_ids" in inspect.signature(self.body.forward).parameters:
             arguments["position_ids"] = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
         hidden: Tensor = self.body(**arguments)[0]
+        return hidden
+
+    def packed_states(self, packed: Packed) -> Tensor:
+        """Final hidden states of one packed sequence, (1, S, H)."""
+        # Four axes: a mask to be left alone. Without one, all S * S entries would be made.
+        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=packed.input_ids.device)
+        hidden: Tensor = self.body(
+            input_ids=packed.input_ids,
+            position_ids=packed.position_ids,
+            attention_mask=mask,
+            use_cache=False,
+            segments=packed.segments,
+        )[0]
         return hidden
 
 

@@ -13,8 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 Alignment = Literal["sampled", "greedy"]
 
-# One chunk holds a few float32 arrays of this many rows and one column per vocabulary entry.
-CHUNK_SIZE = 512
+# Of logits in float32 that are made at once; a backward pass holds about four arrays of this size.
+CHUNK_BYTES = 64 * 2**20
+# With fewer rows than this, reading the head's weights costs more than multiplying with them.
+SMALLEST_CHUNK = 64
 
 
 class TokenTerms(NamedTuple):
@@ -99,12 +101,22 @@ def token_terms(
     )
 
 
+def chunk_rows(vocabulary: int, budget: int = CHUNK_BYTES) -> int:
+    """How many rows of logits are made at once.
+
+    Args:
+        vocabulary: logits in a row.
+        budget: bytes of them in float32.
+    """
+    return max(SMALLEST_CHUNK, budget // (4 * vocabulary))
+
+
 def chunked_terms(
     head: Callable[[Tensor], Tensor],
     hidden: Tensor,
     targets: Tensor,
     *,
-    chunk_size: int = CHUNK_SIZE,
+    chunk_size: int,
     temperature: float = 1.0,
     entropy: bool = False,
     entropy_gradient: bool = False,
@@ -112,8 +124,9 @@ def chunked_terms(
 ) -> TokenTerms:
     """`token_terms(head(hidden), targets)`, never holding more than `chunk_size` rows of logits.
 
-    The backward pass projects each chunk again instead of keeping its logits. Without a single row
-    the result is empty and still hangs on `hidden` and the head, whose gradients are then 0.
+    The backward pass projects each chunk again instead of keeping its logits, but for the last: it
+    is the first that the backward pass needs, when all others are no more. Without a single row the
+    result is empty and still hangs on `hidden` and the head, whose gradients are then 0.
 
     Args:
         head: hidden states to logits, (n, H) to (n, V).
@@ -141,12 +154,11 @@ def chunked_terms(
 
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, not {chunk_size}")
-    chunks = [
-        checkpoint(terms, rows, ids, use_reentrant=False)
-        for rows, ids in zip(
-            torch.split(hidden, chunk_size), torch.split(targets, chunk_size), strict=True
-        )
-    ]
+    *earlier, last = zip(
+        torch.split(hidden, chunk_size), torch.split(targets, chunk_size), strict=True
+    )
+    chunks = [checkpoint(terms, *chunk, use_reentrant=False) for chunk in earlier]
+    chunks.append(terms(*last))
     logprobs, entropies, alignments = zip(*chunks, strict=True)
     return TokenTerms(torch.cat(logprobs), _cat(entropies), _cat(alignments))
 

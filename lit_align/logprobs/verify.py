@@ -6,7 +6,7 @@ from torch import nn
 from lit_align.errors import UserError
 from lit_align.logprobs.causal_lm import base_model, eval_mode
 from lit_align.logprobs.head import token_terms
-from lit_align.logprobs.padded import response_logprobs
+from lit_align.logprobs.response import response_logprobs
 
 PROBE_TOKENS = 8
 # Roundings, in units of the dtype's own, that two right ways to the same logits may differ by.
@@ -33,7 +33,7 @@ def verify_head(model: nn.Module) -> None:
     attention_mask = torch.ones_like(ids)
     with eval_mode(model):
         logits = model(input_ids=ids, attention_mask=attention_mask, use_cache=False).logits
-        found = response_logprobs(model, ids, attention_mask, ids).logprobs
+        found = response_logprobs(model, ids, attention_mask, ids, layout="padded").logprobs
     expected = token_terms(logits[:, :-1], ids[:, 1:]).logprobs
     difference = float((found - expected).abs().max())
     allowed = ROUNDINGS * torch.finfo(logits.dtype).eps * max(1.0, float(logits.abs().max()))

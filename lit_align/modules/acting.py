@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
 from lit_align.errors import UserError
-from lit_align.logprobs import base_model
+from lit_align.logprobs import Layout, base_model
 from lit_align.modules.evaluation import Evaluation
 from lit_align.modules.inference import inference
 from lit_align.modules.metrics import MeanOfDicts
@@ -85,6 +85,7 @@ class ActingModule(PolicyModule):
         reference: Loadable | None,
         optimizer: Callable[..., Optimizer] | None,
         scheduler: Callable[..., Any] | None,
+        layout: Layout,
     ) -> None:
         super().__init__(
             policy,
@@ -93,6 +94,7 @@ class ActingModule(PolicyModule):
             reference=reference,
             optimizer=optimizer,
             scheduler=scheduler,
+            layout=layout,
         )
         self.reward = reward if isinstance(reward, RewardSuite) else RewardSuite(_by_name(reward))
         self.engine: Engine = engine or HuggingFaceEngine()

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from lit_align.logprobs import response_logprobs
+from lit_align.logprobs import Layout, response_logprobs
 from lit_align.modules.policy import Batch
 from lit_align.ops import completion_lengths
 
@@ -32,9 +32,11 @@ class CompletionLogps(NamedTuple):
         return named
 
 
-def side_logps(model: nn.Module, batch: Batch, side: str) -> tuple[Tensor, Tensor]:
+def side_logps(
+    model: nn.Module, batch: Batch, side: str, layout: Layout = "auto"
+) -> tuple[Tensor, Tensor]:
     """Log-probs under a model of the `completion` or the `mismatched` of each row, and lengths."""
     names = ("input_ids", "attention_mask", "labels")
     ids, attention_mask, labels = (batch[f"{side}_{name}"] for name in names)
-    scored = response_logprobs(model, ids, attention_mask, labels)
+    scored = response_logprobs(model, ids, attention_mask, labels, layout=layout)
     return scored.logprobs.sum(-1), completion_lengths(labels)

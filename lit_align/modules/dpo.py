@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
 from lit_align.errors import UserError
+from lit_align.logprobs import Layout
 from lit_align.losses import (
     GRPOConfig,
     PairConfig,
@@ -62,6 +63,8 @@ class DPOModule(ComparingModule):
         optimizer: from parameters to an optimizer; None: AdamW, learning rate 1e-6.
         scheduler: from an optimizer (and `total_steps`) to a scheduler, stepped once per
             optimizer step; None: constant.
+        layout: how a batch goes through the model: "padded", "packed", "shared" (prompts that
+            repeat run once) or "auto", the cheapest that the model allows. Of no effect on results.
     """
 
     rows = "pairs"
@@ -77,6 +80,7 @@ class DPOModule(ComparingModule):
         reference: Loadable | None = None,
         optimizer: Callable[..., Optimizer] | None = None,
         scheduler: Callable[..., Any] | None = None,
+        layout: Layout = "auto",
     ) -> None:
         super().__init__(
             policy,
@@ -85,6 +89,7 @@ class DPOModule(ComparingModule):
             reference=reference,
             optimizer=optimizer,
             scheduler=scheduler,
+            layout=layout,
         )
         self.windows = Windows()
         self.running = RunningNumbers({n: term.config for n, term in self.loss.terms.items()})
@@ -122,7 +127,7 @@ class DPOModule(ComparingModule):
 
     def pair_logps(self, batch: Batch, model: nn.Module | None = None) -> PairLogps:
         """Log-probs of both responses under the policy, or under another model."""
-        return pair_logps(self.policy if model is None else model, batch, self.loss)
+        return pair_logps(self.policy if model is None else model, batch, self.loss, self.layout)
 
     def response_logps(self, batch: Batch, model: nn.Module | None = None) -> PairLogps:
         return self.pair_logps(batch, model)

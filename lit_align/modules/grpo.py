@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
 from lit_align.errors import UserError
-from lit_align.logprobs import Alignment, ResponseLogprobs, response_logprobs
+from lit_align.logprobs import Alignment, Layout, ResponseLogprobs, response_logprobs
 from lit_align.losses import (
     EntropyBonus,
     GRPOConfig,
@@ -72,6 +72,8 @@ class GRPOModule(ActingModule):
         optimizer: from parameters to an optimizer; None: AdamW, learning rate 1e-6.
         scheduler: from an optimizer (and `total_steps`) to a scheduler, stepped once per
             optimizer step; None: constant.
+        layout: how a batch goes through the model: "padded", "packed", "shared" (prompts that
+            repeat run once) or "auto", the cheapest that the model allows. Of no effect on results.
     """
 
     rows = "prompts"
@@ -96,6 +98,7 @@ class GRPOModule(ActingModule):
         reference: Loadable | None = None,
         optimizer: Callable[..., Optimizer] | None = None,
         scheduler: Callable[..., Any] | None = None,
+        layout: Layout = "auto",
     ) -> None:
         config = _config(loss)
         super().__init__(
@@ -114,6 +117,7 @@ class GRPOModule(ActingModule):
             reference=reference,
             optimizer=optimizer,
             scheduler=scheduler,
+            layout=layout,
         )
         check_loss(self.loss, self.sampling)
         if self.reference is not None and not self.loss.reads_reference:
@@ -168,6 +172,7 @@ class GRPOModule(ActingModule):
             entropy=entropy,
             entropy_gradient=entropy_gradient,
             alignment=alignment,
+            layout=self.layout,
         )
 
     def finish_rollout(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lit_align.logprobs import response_logprobs
+from lit_align.logprobs import Layout, response_logprobs
 from lit_align.losses import PairConfig
 from lit_align.modules.policy import Batch
 from lit_align.ops import IGNORE_INDEX, completion_lengths, completion_mask, masked_sum
@@ -76,7 +76,9 @@ class PairLogps(NamedTuple):
         }
 
 
-def pair_logps(model: nn.Module, batch: Batch, config: PairConfig) -> PairLogps:
+def pair_logps(
+    model: nn.Module, batch: Batch, config: PairConfig, layout: Layout = "auto"
+) -> PairLogps:
     """Log-probs of both responses under a model, and what else the loss reads.
 
     Both halves share one forward pass: FSDP then gathers the weights once, not twice.
@@ -84,7 +86,7 @@ def pair_logps(model: nn.Module, batch: Batch, config: PairConfig) -> PairLogps:
     input_ids, attention_mask, labels = stacked_pairs(batch)
     asked = with_prompts(input_ids, attention_mask, labels) if config.reads_prompt else labels
     scored = response_logprobs(
-        model, input_ids, attention_mask, asked, alignment=config.alignment_kind
+        model, input_ids, attention_mask, asked, alignment=config.alignment_kind, layout=layout
     )
     mask = completion_mask(labels)
     logps = PairLogps(

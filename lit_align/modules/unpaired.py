@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lit_align.data import UnpairedDataModule
 from lit_align.errors import UserError
+from lit_align.logprobs import Layout
 from lit_align.losses import (
     GRPOConfig,
     PairConfig,
@@ -59,6 +60,8 @@ class UnpairedModule(ComparingModule):
         optimizer: from parameters to an optimizer; None: AdamW, learning rate 1e-6.
         scheduler: from an optimizer (and `total_steps`) to a scheduler, stepped once per
             optimizer step; None: constant.
+        layout: how a batch goes through the model: "padded", "packed", "shared" (prompts that
+            repeat run once) or "auto", the cheapest that the model allows. Of no effect on results.
     """
 
     rows = "labelled completions"
@@ -74,6 +77,7 @@ class UnpairedModule(ComparingModule):
         reference: Loadable | None = None,
         optimizer: Callable[..., Optimizer] | None = None,
         scheduler: Callable[..., Any] | None = None,
+        layout: Layout = "auto",
     ) -> None:
         super().__init__(
             policy,
@@ -82,6 +86,7 @@ class UnpairedModule(ComparingModule):
             reference=reference,
             optimizer=optimizer,
             scheduler=scheduler,
+            layout=layout,
         )
         self.windows = Windows()
         self.running = RunningNumbers({self.loss.loss_type: self.loss})
@@ -147,7 +152,7 @@ class UnpairedModule(ComparingModule):
     def response_logps(self, batch: Batch, model: nn.Module | None = None) -> CompletionLogps:
         """Log-probs of the completions, and of the mismatched ones if the loss reads them."""
         model = self.policy if model is None else model
-        sides = (side_logps(model, batch, side) for side in self.asked_sides)
+        sides = (side_logps(model, batch, side, self.layout) for side in self.asked_sides)
         return CompletionLogps(*(part for side in sides for part in side))
 
     def response_loss(self, batch: Batch, logps: CompletionLogps) -> UnpairedLoss:
@@ -162,7 +167,7 @@ class UnpairedModule(ComparingModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         given = {**batch, **self._point_of_step(batch)}
-        logps = CompletionLogps(*side_logps(self.policy, batch, "completion"))
+        logps = CompletionLogps(*side_logps(self.policy, batch, "completion", self.layout))
         found = self.response_loss(given, logps)
         mask = row_mask(batch)
         self.running.observe({self.loss.loss_type: found}, mask)
@@ -186,7 +191,7 @@ class UnpairedModule(ComparingModule):
 
     def _log_ratios(self, batch: Batch) -> Rows:
         """How much likelier the mismatched completions are than under the reference."""
-        policy, _ = side_logps(self.policy, batch, "mismatched")
+        policy, _ = side_logps(self.policy, batch, "mismatched", self.layout)
         reference = self.reference_rows(batch)["reference_mismatched_logps"]
         return {"log_ratio": policy - reference, **_known_by(batch)}
 

@@ -109,9 +109,9 @@ def _refuse_a_moved_start(model: Any) -> None:
     ids = torch.arange(1, 9).unsqueeze(0) % model.config.get_text_config().vocab_size
     batch = (ids, torch.ones_like(ids), ids)
     with eval_mode(model):
-        start = response_logprobs(model, *batch).logprobs
+        start = response_logprobs(model, *batch, layout="padded").logprobs
         with reference_mode(model):
-            reference = response_logprobs(model, *batch).logprobs
+            reference = response_logprobs(model, *batch, layout="padded").logprobs
     if not start.equal(reference):
         raise UserError(
             "this LoRA adapter does not start as a copy of the model, which is to be the "

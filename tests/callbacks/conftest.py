@@ -179,9 +179,9 @@ def scored(monkeypatch):
     rows = []
     score = reference_build.response_logprobs
 
-    def counting(model, input_ids, *rest):
+    def counting(model, input_ids, *rest, **options):
         rows.append(len(input_ids))
-        return score(model, input_ids, *rest)
+        return score(model, input_ids, *rest, **options)
 
     monkeypatch.setattr(reference_build, "response_logprobs", counting)
     return rows

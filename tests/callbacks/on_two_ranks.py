@@ -25,9 +25,9 @@ SCORED = []
 score = reference_build.response_logprobs
 
 
-def counting(model, input_ids, *rest):
+def counting(model, input_ids, *rest, **options):
     SCORED.append(len(input_ids))
-    return score(model, input_ids, *rest)
+    return score(model, input_ids, *rest, **options)
 
 
 reference_build.response_logprobs = counting

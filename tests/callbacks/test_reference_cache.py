@@ -273,10 +273,10 @@ def test_an_interrupted_build_goes_on_where_it_stopped(run, monkeypatch, scored)
 
     score = reference_build.response_logprobs
 
-    def tired(*args):
+    def tired(*args, **options):
         if len(scored) == 2:
             raise KeyboardInterrupt
-        return score(*args)
+        return score(*args, **options)
 
     monkeypatch.setattr(reference_build, "response_logprobs", tired)
     # What Lightning makes of Ctrl-C.

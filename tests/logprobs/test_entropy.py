@@ -81,14 +81,14 @@ def gradients(model, logprobs, entropy):
 def assert_equal_to_the_full_path(model, batch, temperature):
     logprobs, entropy = full_path(model, batch, temperature)
     right = gradients(model, logprobs, entropy)
-    options = {"temperature": temperature, "entropy": True, "entropy_gradient": True}
-    found = response_logprobs(model, **batch, **options, chunk_size=4)
+    options = {"temperature": temperature, "entropy": True, "layout": "padded"}
+    found = response_logprobs(model, **batch, **options, entropy_gradient=True, chunk_size=4)
     assert_close(found.entropy, entropy, rtol=0, atol=1e-10)
     for name, gradient in gradients(model, found.logprobs, found.entropy).items():
         scale = right[name].abs().max().item()
         assert scale > 0, name
         assert_close(gradient, right[name], rtol=0, atol=1e-10 * scale)
-    constant = response_logprobs(model, **batch, temperature=temperature, entropy=True)
+    constant = response_logprobs(model, **batch, **options)
     assert not constant.entropy.requires_grad
     assert torch.equal(constant.entropy, found.entropy.detach())
 

@@ -95,7 +95,8 @@ def test_gradient_checkpointing_really_computes_layers_again(tiny_folder, ids):
     calls = []
     model = PolicyRecipe(str(tiny_folder), gradient_checkpointing=True).model().train()
     model.model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
-    response_logprobs(model, ids, torch.ones_like(ids), ids).logprobs.sum().backward()
+    scored = response_logprobs(model, ids, torch.ones_like(ids), ids, layout="padded")
+    scored.logprobs.sum().backward()
     assert len(calls) == 2
 
 

@@ -1,11 +1,12 @@
-"""Log-probs of a padded batch: one row per response, padding on either side."""
+"""Log-probs of the responses of a batch: one row per response, padding on either side."""
 
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from lit_align.logprobs.causal_lm import call_inside, take_apart
-from lit_align.logprobs.head import CHUNK_SIZE, Alignment, TokenTerms, chunked_terms
+from lit_align.logprobs.causal_lm import base_model, call_inside, take_apart
+from lit_align.logprobs.head import Alignment, TokenTerms, chunk_rows, chunked_terms
+from lit_align.logprobs.layouts import Layout, packed_batch, scored_states
 from lit_align.ops import check_same_shape, completion_mask
 
 
@@ -33,12 +34,14 @@ def response_logprobs(
     entropy: bool = False,
     entropy_gradient: bool = False,
     alignment: Alignment | None = None,
-    chunk_size: int = CHUNK_SIZE,
+    chunk_size: int | None = None,
+    layout: Layout = "auto",
 ) -> ResponseLogprobs:
     """Log-probability of every response token under a causal language model.
 
     Only the positions that predict a response token are projected onto the vocabulary, in chunks
-    that the backward pass computes again: no (B, T, V) tensor ever exists.
+    that the backward pass computes again: no (B, T, V) tensor ever exists. The layout changes how
+    much is computed and rounding, nothing else: a model whose layers rule one out gets the next.
 
     Args:
         model: a causal language model of transformers, plain or with an adapter of peft.
@@ -49,7 +52,11 @@ def response_logprobs(
         entropy: whether to return the entropy of each prediction.
         entropy_gradient: whether it is to be differentiated, as a loss with a bonus wants it.
         alignment: which of WPO's alignment terms to return: "sampled", "greedy" or none.
-        chunk_size: response tokens projected at once: more memory, fewer calls.
+        chunk_size: response tokens projected at once: more memory, fewer calls; None: as many as
+            `chunk_rows` allows for the model's vocabulary.
+        layout: "padded" runs the batch as it is; "packed" all rows in one sequence, without
+            padding; "shared" also runs but once what rows of the same prompt begin with; "auto"
+            takes the last that is possible and saves something.
 
     Returns:
         See `ResponseLogprobs`. A row without response tokens is all zeros, and a batch without any
@@ -61,19 +68,21 @@ def response_logprobs(
     """
     check_same_shape(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
     parts = take_apart(model)
+    vocabulary = base_model(model).config.get_text_config().vocab_size
+    rows = chunk_rows(vocabulary) if chunk_size is None else chunk_size
+    packed = packed_batch(model, layout, input_ids, attention_mask, labels)
 
     def forward(input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> TokenTerms:
         mask = completion_mask(labels)
-        hidden = parts.hidden_states(input_ids, attention_mask)
         terms = chunked_terms(
             parts.head,
-            hidden[:, :-1][mask],
+            scored_states(parts, packed, input_ids, attention_mask, labels),
             labels[:, 1:][mask],
             temperature=temperature,
             entropy=entropy,
             entropy_gradient=entropy_gradient,
             alignment=alignment,
-            chunk_size=chunk_size,
+            chunk_size=rows,
         )
         return TokenTerms(
             _spread(terms.logprobs, mask),
