@@ -17,6 +17,7 @@ from lit_align.ops import IGNORE_INDEX, completion_mask
 PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 # The probe: two rows that share a prompt and one that does not, tokens.
 PROBE = ((20, 23, 0), (20, 22, 30), (6, 12, 60))  # prompt, whole row, first token id
+LONGEST_PROBE = max(length for _, length, _ in PROBE)
 
 log = logging.getLogger(__name__)
 
@@ -71,9 +72,11 @@ def _obstacle(base: Any) -> str | None:
     parameters = inspect.signature(base.base_model.forward).parameters
     attention = plain_attention(config)
     foreign = sorted(set(getattr(config, "layer_types", None) or ()) - PACKABLE_LAYERS)
+    context = getattr(config, "max_position_embeddings", None) or LONGEST_PROBE
     convolutions = any(isinstance(module, nn.Conv1d) for module in base.base_model.modules())
     obstacles = {
         "it has an encoder": config.is_encoder_decoder,
+        f"its context of {context} tokens is too short for a trial": context < LONGEST_PROBE,
         "it has convolutions over neighbouring tokens": convolutions,
         f"it has layers of the kinds {', '.join(foreign)}": bool(foreign),
         "its attention is biased by distance": bool(getattr(config, "alibi", False)),
@@ -112,7 +115,7 @@ def _fault(model: nn.Module) -> str | None:
 
 def _probe(device: torch.device, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
     """Input ids, attention mask and labels of the trial."""
-    ids = torch.zeros(3, max(length for _, length, _ in PROBE), dtype=torch.long)
+    ids = torch.zeros(len(PROBE), LONGEST_PROBE, dtype=torch.long)
     mask, labels = torch.zeros_like(ids), torch.full_like(ids, IGNORE_INDEX)
     for row, (prompt, length, first) in enumerate(PROBE):
         ids[row, :length] = (torch.arange(length) + 1) % vocabulary

@@ -20,6 +20,8 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from lit_align.logprobs.cpu_attention import segmented_attention
+
 SUFFIX = "_in_segments"
 # Where a model's own file defines it, under this name.
 EAGER = "eager_attention_forward"
@@ -136,6 +138,8 @@ def _twin(name: str) -> Attention:
         window = options.get("sliding_window")
         segments.windows.append(window)
         segments.dtypes.add(query.dtype)
+        if name == "sdpa" and query.device.type == "cpu" and not window and not _drops(options):
+            return _by_products(query, key, value, segments, options.get("scaling")), None
         outputs = [
             original(
                 module,
@@ -150,3 +154,19 @@ def _twin(name: str) -> Attention:
         return torch.cat(outputs, 1), None
 
     return attention
+
+
+def _drops(options: dict[str, Any]) -> bool:
+    """Whether attention weights are dropped at random."""
+    return bool(options.get("dropout"))
+
+
+def _by_products(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None
+) -> Tensor:
+    """What torch's kernel gives, faster; under autocast in the precision that it would take."""
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return segmented_attention(query, key, value, segments, scale)

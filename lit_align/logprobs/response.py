@@ -13,18 +13,24 @@ from lit_align.ops import check_same_shape, completion_mask
 class ResponseLogprobs(NamedTuple):
     """Per-token terms of the responses of a batch; column t speaks of token t+1.
 
-    `logprobs`, `entropy` and `alignment` are (B, T-1), in nats, float32 (float64 for a float64
-    model) and exactly 0 outside `mask`; only `logprobs` carries a gradient, and `entropy` where one
-    was asked for. `mask` is (B, T-1), bool, true where a response token was scored.
+    All but `mask` are (B, T-1), in nats, float32 (float64 for a float64 model) and exactly 0
+    outside `mask`, or None if not asked for; only `logprobs` carries a gradient, and `entropy`
+    where one was asked for. `mask` is (B, T-1), bool, true where a response token was scored.
+
+    `mean_logit` is the mean over the vocabulary of the logits as the loss sees them: scaled, capped
+    and divided by the temperature. `is_likeliest` is 1.0 where the token is the likeliest, else
+    0.0, float32.
     """
 
     logprobs: Tensor
     mask: Tensor
     entropy: Tensor | None
     alignment: Tensor | None
+    mean_logit: Tensor | None = None
+    is_likeliest: Tensor | None = None
 
 
-def response_logprobs(
+def response_logprobs(  # noqa: PLR0913 - one option for each thing that can be asked for
     model: nn.Module,
     input_ids: Tensor,
     attention_mask: Tensor,
@@ -34,6 +40,7 @@ def response_logprobs(
     entropy: bool = False,
     entropy_gradient: bool = False,
     alignment: Alignment | None = None,
+    statistics: bool = False,
     chunk_size: int | None = None,
     layout: Layout = "auto",
 ) -> ResponseLogprobs:
@@ -52,6 +59,8 @@ def response_logprobs(
         entropy: whether to return the entropy of each prediction.
         entropy_gradient: whether it is to be differentiated, as a loss with a bonus wants it.
         alignment: which of WPO's alignment terms to return: "sampled", "greedy" or none.
+        statistics: whether to return `entropy`, `mean_logit` and `is_likeliest`, at little cost:
+            the pass that makes the log-probs makes them too.
         chunk_size: response tokens projected at once: more memory, fewer calls; None: as many as
             `chunk_rows` allows for the model's vocabulary.
         layout: "padded" runs the batch as it is; "packed" all rows in one sequence, without
@@ -82,16 +91,13 @@ def response_logprobs(
             entropy=entropy,
             entropy_gradient=entropy_gradient,
             alignment=alignment,
+            statistics=statistics,
             chunk_size=rows,
         )
-        return TokenTerms(
-            _spread(terms.logprobs, mask),
-            None if terms.entropy is None else _spread(terms.entropy, mask),
-            None if terms.alignment is None else _spread(terms.alignment, mask),
-        )
+        return TokenTerms._make(None if part is None else _spread(part, mask) for part in terms)
 
     terms: TokenTerms = call_inside(model, forward, input_ids, attention_mask, labels)
-    return ResponseLogprobs(terms.logprobs, completion_mask(labels), terms.entropy, terms.alignment)
+    return ResponseLogprobs(mask=completion_mask(labels), **terms._asdict())
 
 
 def _spread(rows: Tensor, mask: Tensor) -> Tensor:

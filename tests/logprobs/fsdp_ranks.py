@@ -32,7 +32,8 @@ def build(*, tied):
         tie_word_embeddings=tied,
         pad_token_id=0,
     )
-    return LlamaForCausalLM(config).train()
+    # In float64, what is left of rounding is that of the norms, which are float32 by themselves.
+    return LlamaForCausalLM(config).double().train()
 
 
 def rows(*, second_rank_scores):
@@ -75,7 +76,7 @@ def compare(rank, *, layout, tied, second_rank_scores, reshard):
         scale = gradient.abs().max()
         assert scale > 0
         difference = (found[name] - gradient).abs().max() / scale
-        assert difference < 2e-6, f"{name} differs by {difference:.1e}"
+        assert difference < 5e-7, f"{name} differs by {difference:.1e}"
 
 
 def run(rank, path):

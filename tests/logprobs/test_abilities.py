@@ -65,6 +65,7 @@ def test_a_model_whose_tokens_meet_elsewhere_stays_padded_and_one_line_says_why(
         (layers_of("sliding_attention"), "windows of its 1 sliding layers are unknown"),
         (lambda m: setattr(m.config, "num_hidden_layers", 3), "2 of its 3 layers"),
         (lambda m: setattr(m.config, "is_encoder_decoder", True), "an encoder"),
+        (lambda m: setattr(m.config, "max_position_embeddings", 16), "context of 16 tokens"),
         (lambda m: setattr(type(m), "_supports_attention_backend", False), "cannot be chosen"),
         (lambda m: setattr(m.config, "_attn_implementation", "mine"), "'mine' is unknown"),
     ],

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from lit_align.logprobs import response_logprobs, token_terms
+from lit_align.logprobs.head import Head, chunked_terms
 
 # What peft 0.21 reads of a model, transformers 5.24 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
@@ -88,7 +89,7 @@ def assert_equal_to_the_full_path(model, batch, temperature):
         scale = right[name].abs().max().item()
         assert scale > 0, name
         assert_close(gradient, right[name], rtol=0, atol=1e-10 * scale)
-    constant = response_logprobs(model, **batch, **options)
+    constant = response_logprobs(model, **batch, **options, chunk_size=4)
     assert not constant.entropy.requires_grad
     assert torch.equal(constant.entropy, found.entropy.detach())
 
@@ -105,6 +106,25 @@ def test_a_lora_adapter_on_the_head_gets_its_share(build, right_padded):
     model = peft.get_peft_model(build("llama", torch.float64), config).double()
     assert any("lm_head" in n for n, p in model.named_parameters() if p.requires_grad)
     assert_equal_to_the_full_path(model, right_padded, 0.7)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_impossible_tokens_leave_the_gradient_by_chunks_finite(temperature):
+    bias = torch.tensor([1.0, 0.0, -math.inf, -math.inf])
+    hidden = torch.zeros(2, 4, requires_grad=True)
+    terms = chunked_terms(
+        Head(lambda rows: rows + bias),
+        hidden,
+        torch.tensor([0, 1]),
+        chunk_size=1,
+        temperature=temperature,
+        entropy=True,
+        entropy_gradient=True,
+    )
+    logits = torch.tensor([1.0, 0.0], requires_grad=True)
+    (right,) = torch.autograd.grad(of(logits, temperature=temperature).entropy, logits)
+    terms.entropy.sum().backward()
+    assert_close(hidden.grad, torch.cat([right, torch.zeros(2)]).expand(2, 4))
 
 
 def test_a_batch_without_responses_has_gradients_of_0(build, right_padded):

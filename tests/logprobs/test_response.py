@@ -91,12 +91,17 @@ def test_a_row_alone_without_padding_gives_the_numbers_it_has_in_the_batch(famil
 
 
 def test_outside_the_mask_everything_is_exactly_zero(build, batch):
-    found = response_logprobs(build("llama"), **batch, entropy=True, alignment="sampled")
+    found = response_logprobs(build("llama"), **batch, statistics=True, alignment="sampled")
     assert found.mask.equal(batch["labels"][:, 1:] != -100)
-    for part in (found.logprobs, found.entropy, found.alignment):
+    for name, part in found._asdict().items():
         assert part.shape == found.mask.shape
-        assert (part[~found.mask] == 0).all()
-        assert (part[found.mask] != 0).all()
+        assert not part[~found.mask].any()
+        assert name == "is_likeliest" or (part[found.mask] != 0).all()
+
+
+def test_what_was_not_asked_for_is_none(build, batch):
+    found = response_logprobs(build("llama"), **batch)
+    assert found.entropy is found.alignment is found.mean_logit is found.is_likeliest is None
 
 
 def test_entropy_and_alignment_are_those_of_the_full_logits(build, batch):
@@ -115,6 +120,30 @@ def test_entropy_and_alignment_are_those_of_the_full_logits(build, batch):
         assert_close(found.logprobs, right.logprobs.where(found.mask, 0.0), rtol=0, atol=1e-10)
         assert_close(found.entropy, right.entropy.where(found.mask, 0.0), rtol=0, atol=1e-10)
         assert_close(found.alignment, right.alignment.where(found.mask, 0.0), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_statistics_are_those_of_the_full_logits(family, build, right_padded, dtype):
+    model = build(family, dtype)
+    ids, mask = right_padded["input_ids"], right_padded["attention_mask"]
+    with torch.no_grad():
+        logits = model(ids, attention_mask=mask).logits[:, :-1] / 0.7
+    scored = right_padded["labels"][:, 1:] != -100
+    # Of tokens at random almost none is the likeliest.
+    right_padded["labels"][:, 1::2][scored[:, ::2]] = logits.argmax(-1)[:, ::2][scored[:, ::2]]
+    targets = right_padded["labels"][:, 1:]
+    probs = logits.softmax(-1)
+    tolerance = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
+    for gradient in (False, True):
+        options = {"statistics": True, "entropy_gradient": gradient, "temperature": 0.7}
+        found = response_logprobs(model, **right_padded, **options, chunk_size=8)
+        assert_close(found.entropy[scored], -(probs * probs.log()).sum(-1)[scored], **tolerance)
+        assert_close(found.mean_logit[scored], logits.mean(-1)[scored], **tolerance)
+        right = (logits.argmax(-1) == targets)[scored]
+        assert 0 < right.sum() < len(right)
+        assert torch.equal(found.is_likeliest[scored], right.float())
+        assert found.entropy.requires_grad == gradient
+        assert not found.mean_logit.requires_grad
 
 
 def test_temperature_divides_the_logits_after_scale_and_cap(build, right_padded):
@@ -147,7 +176,7 @@ def test_a_label_in_the_first_column_is_not_scored(build, right_padded):
 
 def test_bf16_weights_still_sum_the_vocabulary_in_float32(family, build, right_padded):
     model = build(family, torch.bfloat16).eval()
-    found = response_logprobs(model, **right_padded)
+    found = response_logprobs(model, **right_padded, layout="padded")
     right = plain_logprobs(model, right_padded)
     assert found.logprobs.dtype == torch.float32
     # Scale and cap are bf16 in the model and float32 here: half a unit of bf16 each, at 4 nats.
@@ -161,7 +190,7 @@ def test_under_autocast_the_backward_pass_projects_in_the_same_precision(build, 
     model = build("llama")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         right = plain_logprobs(model, right_padded)
-        found = response_logprobs(model, **right_padded, chunk_size=4).logprobs
+        found = response_logprobs(model, **right_padded, chunk_size=4, layout="padded").logprobs
     assert found.dtype == torch.float32
     assert_close(found, right, rtol=1e-5, atol=1e-5)
     right_gradients = gradients(model, right)
