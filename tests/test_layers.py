@@ -9,7 +9,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "lit_align"
 # Lowest first; those on one line may know each other.
 LAYERS = [
-    {"errors", "matmul", "names", "ops", "resources"},
+    {"errors", "lean", "matmul", "names", "ops", "resources"},
     {"losses"},
     {"logprobs"},
     {"policies"},
@@ -21,6 +21,7 @@ LAYERS = [
 # Where a layer is not listed, it may import what it likes, except for Hydra.
 LIBRARIES = {
     "errors": set(),
+    "lean": {"torch"},
     "matmul": {"torch"},
     "names": set(),
     "ops": {"torch"},

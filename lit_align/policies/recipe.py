@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_align.errors import UserError
+from lit_align.lean import make_lean
 from lit_align.logprobs import verify_head
 from lit_align.policies.adapters import attach_lora
 from lit_align.policies.loading import (
@@ -36,6 +37,8 @@ class PolicyRecipe:
         disable_dropout: set every dropout of the model to 0, as TRL does: with it on, the policy
             would differ from its reference before the first step. That of `lora` is left alone.
         gradient_checkpointing: compute activations again in the backward pass to save memory.
+        lean: compute again what costs next to nothing, see `make_lean`: about half the memory for
+            activations, at no loss of speed.
         trust_remote_code: run code that comes with the model; only for a source that you trust.
         revision: branch, tag or commit on the model hub.
         chat_template: a Jinja text, or the path of a file that holds one, in place of the
@@ -48,6 +51,7 @@ class PolicyRecipe:
     lora: Mapping[str, Any] | None = None
     disable_dropout: bool = True
     gradient_checkpointing: bool = False
+    lean: bool = True
     trust_remote_code: bool = False
     revision: str | None = None
     chat_template: str | None = None
@@ -78,6 +82,8 @@ class PolicyRecipe:
             checkpoint_activations(model)
         if self.lora is not None:
             model = attach_lora(model, self.lora)
+        if self.lean:
+            make_lean(model)
         verify_head(model)
         return model
 
