@@ -12,6 +12,7 @@ from lit_align.logprobs import base_model, eval_mode
 from lit_align.rollout.decoding import Place, Prompt, batches, decode
 from lit_align.rollout.engine import Completion, Request, Sampling
 from lit_align.rollout.forward import Forward
+from lit_align.rollout.sharing import sharing
 
 
 class HuggingFaceEngine:
@@ -53,10 +54,12 @@ class HuggingFaceEngine:
         config: Any = base_model(self._policy).config
         prompts = _distinct_prompts(requests, sampling, context_length(config))
         found: dict[tuple[int, int], Completion] = {}
+        forward = Forward(self._policy)
+        shares = sharing(self._policy, forward)
         with eval_mode(self._policy):
-            forward = Forward(self._policy)
             for batch in batches(prompts, self.batch_size):
-                for place, completion in decode(forward, batch, config, sampling, self.batch_size):
+                start = shares.start(max(len(prompt.ids) + prompt.room for prompt in batch))
+                for place, completion in decode(forward, batch, start, sampling, self.batch_size):
                     found[place.request, place.sample] = completion
             forward.wait_for_others()
         _check_finite(found.values())

@@ -9,10 +9,14 @@ from transformers import (
     GPT2Config,
     Lfm2Config,
     LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
 )
 
 from lit_align.policies import PolicyRecipe
 from lit_align.rollout import HuggingFaceEngine, Request, sample_seed
+from lit_align.rollout.forward import Forward
+from lit_align.rollout.sharing import sharing
 
 VOCABULARY = 61
 CONTEXT = 32
@@ -45,6 +49,9 @@ CONFIGS = {
         eos_token_id=2,
     ),
     "llama": lambda: LlamaConfig(**SHAPE, tie_word_embeddings=False),
+    "qwen2": lambda: Qwen2Config(**SHAPE),
+    # A window that some rows outgrow and some do not.
+    "mistral": lambda: MistralConfig(**SHAPE, sliding_window=16),
     # A cache that forgets, and logits that are capped at the end.
     "gemma2": lambda: Gemma2Config(
         **SHAPE,
@@ -110,3 +117,15 @@ def requests_for():
         ]
 
     return requests_for
+
+
+@pytest.fixture
+def sharing_policy(build):
+    """A function from a family's name to a model that has been tried out and shares prompts."""
+
+    def sharing_policy(name):
+        policy = build(name)
+        assert sharing(policy, Forward(policy)).obstacle is None
+        return policy
+
+    return sharing_policy

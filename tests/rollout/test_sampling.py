@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from lit_align.rollout import Sampling
-from lit_align.rollout.sampling import cut_at_stop, inverse_cdf, token_sampler, uniforms_of
+from lit_align.rollout.sampling import (
+    BLOCK,
+    cut_at_stop,
+    inverse_cdf,
+    token_sampler,
+    uniforms_of,
+)
 
 NEARLY_1 = 1 - 2**-53  # the largest number that a generator gives
 
@@ -32,6 +38,16 @@ def test_a_token_of_probability_0_is_never_drawn():
 
 def test_a_token_rarer_than_float32_can_add_is_drawn_all_the_same():
     assert drawn([1.0, 1e-9], [0.5, NEARLY_1]) == [0, 1]
+
+
+@pytest.mark.parametrize("vocabulary", [BLOCK, BLOCK + 1, 3 * BLOCK - 1, 3 * BLOCK])
+def test_a_token_of_any_block_is_drawn_by_its_own_share(vocabulary):
+    # Every third token is as likely as any other third one, the rest impossible.
+    probs = torch.zeros(vocabulary)
+    probs[1::3] = 0.25
+    possible = list(range(1, vocabulary, 3))
+    numbers = [(n + 0.5) / len(possible) for n in range(len(possible))]
+    assert drawn(probs.tolist(), numbers) == possible
 
 
 @given(
