@@ -4,13 +4,14 @@ The callbacks that provide the reference, and check it before the first step, kn
 module than what stands here.
 """
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_align.losses import TensorCache, cached_reference
-from lit_align.modules.metrics import gradient_norm
+from lit_align.modules.metrics import Sums, gradient_norm
 from lit_align.modules.policy import Batch, PolicyModule
 from lit_align.modules.running import RunningNumbers
 from lit_align.modules.whole_window import Windows
@@ -26,6 +27,7 @@ class ComparingModule(PolicyModule):
         reference_fingerprint: of the policy before the first step: what the cache is a cache of.
         running: the numbers that losses remember.
         windows: the optimizer step that is being trained on, if it is looked at as a whole.
+        train_sums: of the micro-batches since metrics were last logged.
     """
 
     loss: Any
@@ -34,6 +36,7 @@ class ComparingModule(PolicyModule):
     reference_cache: TensorCache | None = None
     running: RunningNumbers
     windows: Windows
+    train_sums: Sums
 
     @property
     def asked_sides(self) -> tuple[str, ...]:
@@ -97,6 +100,7 @@ class ComparingModule(PolicyModule):
     def on_train_start(self) -> None:
         super().on_train_start()
         self.windows.forget()
+        self.train_sums.reset()
         self.running.forget_step()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -107,25 +111,28 @@ class ComparingModule(PolicyModule):
         super().on_load_checkpoint(checkpoint)
         self.running.load_state_dict(checkpoint.get("running_numbers", {}))
 
+    def means_of(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What is logged, from sums over micro-batches and ranks; `loss` among it."""
+        raise NotImplementedError
+
     def train_metrics(self) -> dict[str, Tensor]:
         """Means over the micro-batches since the last call, on all ranks; nothing without any."""
-        raise NotImplementedError
+        if self.train_sums.is_empty:
+            return {}
+        means = self.means_of(self.train_sums.compute())
+        self.train_sums.reset()
+        return means
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         self.running.end_step(self.trainer)
-        if not self.is_logging_step():
-            return
-        means = self._numbers()
-        self.log("train/loss", means.pop("loss"), prog_bar=True)
-        self.log_dict({f"train/{name}": value for name, value in means.items()})
-        self.log("train/grad_norm", gradient_norm(self.policy.parameters()))
+        if self.is_logging_step():
+            means = self.train_metrics()
+            self.refuse_a_loss_that_is_no_number(means["loss"])
+            means["grad_norm"] = gradient_norm(self.policy.parameters())
+            self.log_step(means, on_bar="loss")
 
     def on_train_epoch_end(self) -> None:
-        self._numbers()
-
-    def _numbers(self) -> dict[str, Tensor]:
-        """The metrics, of which the loss must be a number."""
-        means = self.train_metrics()
-        if means:
+        # What is left of the epoch's steps is logged with those that follow.
+        if not self.train_sums.is_empty:
+            means = self.means_of(self.train_sums.compute())
             self.refuse_a_loss_that_is_no_number(means["loss"])
-        return means

@@ -29,23 +29,13 @@ from lit_align.losses import (
     weighted_sum,
 )
 from lit_align.modules.comparing import ComparingModule
-from lit_align.modules.metrics import RunningMeans
+from lit_align.modules.metrics import Sums
 from lit_align.modules.pair_logps import PairLogps, pair_logps
+from lit_align.modules.pair_metrics import PAIR_SUMS, pair_means, pair_sums
 from lit_align.modules.policy import Batch, Loadable
 from lit_align.modules.running import RunningNumbers
 from lit_align.modules.whole_window import Rows, WholeWindow, Windows
 from lit_align.modules.window import window_mean, with_gradient_of
-
-PAIR_METRICS = (
-    "loss",
-    "rewards/chosen",
-    "rewards/rejected",
-    "rewards/accuracies",
-    "rewards/margins",
-    "logps/chosen",
-    "logps/rejected",
-    "ranking_accuracies",
-)
 
 
 class DPOModule(ComparingModule):
@@ -93,8 +83,9 @@ class DPOModule(ComparingModule):
         )
         self.windows = Windows()
         self.running = RunningNumbers({n: term.config for n, term in self.loss.terms.items()})
-        self.train_means = RunningMeans(*PAIR_METRICS)
-        self.val_means = RunningMeans(*PAIR_METRICS)
+        self.train_sums = Sums(*PAIR_SUMS)
+        self.val_sums = Sums(*PAIR_SUMS)
+        self._columns: frozenset[str] = frozenset()
 
     def setup(self, stage: str) -> None:
         """Refuse, before anything is loaded, data that this loss cannot learn from."""
@@ -125,9 +116,18 @@ class DPOModule(ComparingModule):
     def reads_heads(self) -> bool:
         return self.loss.reads_heads
 
-    def pair_logps(self, batch: Batch, model: nn.Module | None = None) -> PairLogps:
-        """Log-probs of both responses under the policy, or under another model."""
-        return pair_logps(self.policy if model is None else model, batch, self.loss, self.layout)
+    def pair_logps(
+        self, batch: Batch, model: nn.Module | None = None, *, statistics: bool = False
+    ) -> PairLogps:
+        """Log-probs of both responses under the policy, or under another model.
+
+        Args:
+            batch: of pairs.
+            model: None: the policy.
+            statistics: whether to say also what is only logged.
+        """
+        model = self.policy if model is None else model
+        return pair_logps(model, batch, self.loss, self.layout, statistics=statistics)
 
     def response_logps(self, batch: Batch, model: nn.Module | None = None) -> PairLogps:
         return self.pair_logps(batch, model)
@@ -139,7 +139,9 @@ class DPOModule(ComparingModule):
         """Losses and rewards per pair of every term of the loss, unweighted, by its name."""
         reference = self.reference_rows(batch) if self.loss.reads_reference else {}
         sums = logps.sums("policy") | reference
-        check_columns(self.loss, batch.keys(), "the batch")
+        if batch.keys() != self._columns:
+            check_columns(self.loss, batch.keys(), "the batch")
+            self._columns = frozenset(batch)
         given = {**batch, **logps.tensors(), **self._draws(logps)}
         found = {}
         for name, (_, config) in self.loss.terms.items():
@@ -163,7 +165,7 @@ class DPOModule(ComparingModule):
         found = self.pair_losses(given, logps)
         self.running.observe(found, own)
         pair = weighted_sum(self.loss, found)
-        self.train_means.update(pair_metrics(pair, logps), own)
+        self.train_sums.update_rows(pair_sums(pair, logps), own)
         pairs = batch.get("window_pairs")
         share = window_mean(pair.losses, own, pairs, self.trainer)
         if not self.needs_window:
@@ -174,7 +176,7 @@ class DPOModule(ComparingModule):
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """A loss that compares pairs with each other compares those of the batch."""
         given, logps, own = self._compared(batch, None)
-        self.val_means.update(pair_metrics(self.pair_loss(given, logps), logps), own)
+        self.val_sums.update_rows(pair_sums(self.pair_loss(given, logps), logps), own)
 
     def _compared(self, batch: Batch, windows: Windows | None) -> tuple[Batch, PairLogps, Tensor]:
         """The pairs that the loss is given at once, and which of them are the batch's and real.
@@ -187,7 +189,7 @@ class DPOModule(ComparingModule):
             windows: of training; None: each batch stands for itself.
         """
         if not self.needs_window:
-            return batch, self.pair_logps(batch), pair_mask(batch)
+            return batch, self.pair_logps(batch, statistics=True), pair_mask(batch)
         if windows is None:
             rows = self._pair_rows(batch)
             rows, own = WholeWindow([rows]).around(rows)
@@ -198,7 +200,7 @@ class DPOModule(ComparingModule):
 
     def _pair_rows(self, batch: Batch, *, reference_known: bool = False) -> Rows:
         """Everything that losses read of each pair, and what it is told by."""
-        found = self.pair_logps(batch)._asdict()
+        found = self.pair_logps(batch, statistics=True)._asdict()
         if self.loss.reads_reference and not reference_known:
             found |= self.reference_rows(batch)
         mask = pair_mask(batch)
@@ -212,16 +214,12 @@ class DPOModule(ComparingModule):
             "is_real": mask,
         }
 
-    def train_metrics(self) -> dict[str, Tensor]:
-        if not self.train_means.update_called:
-            return {}
-        means = self.train_means.compute()
-        self.train_means.reset()
-        return means
+    def means_of(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return pair_means(sums)
 
     def on_validation_epoch_end(self) -> None:
-        means = self.val_means.compute()
-        self.val_means.reset()
+        means = pair_means(self.val_sums.compute())
+        self.val_sums.reset()
         # They are those of all ranks already; Lightning warns of what it did not reduce itself.
         self.log_dict({f"val/{name}": value for name, value in means.items()}, sync_dist=True)
 
@@ -231,29 +229,6 @@ def pair_mask(batch: Batch) -> Tensor:
     if "pair_mask" in batch:
         return batch["pair_mask"]
     return torch.ones_like(batch["chosen_labels"][:, 0], dtype=torch.bool)
-
-
-def pair_metrics(pair: PairLoss, logps: PairLogps) -> dict[str, Tensor]:
-    """What is logged of each pair, (B,) each.
-
-    `rewards/*` are the rewards inside the loss; `logps/*` are sums over the response, in nats;
-    `ranking_accuracies` is the share of pairs whose chosen response the policy itself finds
-    likelier per token (Chen et al. 2024, arXiv:2405.19534): unlike DPO's rewards, it has a meaning
-    before the first step as well.
-    """
-    margins = pair.chosen_rewards - pair.rejected_rewards
-    chosen_mean = logps.chosen / logps.chosen_lengths.clamp(min=1)
-    rejected_mean = logps.rejected / logps.rejected_lengths.clamp(min=1)
-    return {
-        "loss": pair.losses,
-        "rewards/chosen": pair.chosen_rewards,
-        "rewards/rejected": pair.rejected_rewards,
-        "rewards/accuracies": margins > 0,
-        "rewards/margins": margins,
-        "logps/chosen": logps.chosen,
-        "logps/rejected": logps.rejected,
-        "ranking_accuracies": chosen_mean > rejected_mean,
-    }
 
 
 def _config(loss: str | PairConfig | Mapping[str, Any]) -> PairConfig:

@@ -38,7 +38,7 @@ from lit_align.modules.first_ratio import check_first_ratio, check_sampler
 from lit_align.modules.frozen import FrozenReference
 from lit_align.modules.grpo_checks import check_data, check_loss
 from lit_align.modules.inference import inference
-from lit_align.modules.metrics import Sums, gradient_norm
+from lit_align.modules.metrics import MeanOfDicts, Sums, gradient_norm
 from lit_align.modules.policy import Batch, Loadable
 from lit_align.modules.ranks import from_all_ranks
 from lit_align.modules.signal import TOKEN_SUMS, token_advantages, token_metrics, token_sums
@@ -126,8 +126,10 @@ class GRPOModule(ActingModule):
                 "loss.beta, or leave the reference out"
             )
         self.live_reference = FrozenReference()
-        self.sums = Sums("loss", *TOKEN_SUMS)
+        # Since metrics were last logged; of a step, what the bonus on its entropy goes by.
+        self.sums, self.step_sums = Sums("loss", *TOKEN_SUMS), Sums("tokens", "entropy")
         self._steps_summed = 0
+        self.bonus_means = MeanOfDicts()
         self.windows = Windows()
         self.entropy_bonus = EntropyBonus(config.entropy_bonus, config.entropy_bonus)
 
@@ -148,6 +150,8 @@ class GRPOModule(ActingModule):
     def on_train_start(self) -> None:
         super().on_train_start()
         self.windows.forget()
+        self._forget_sums()
+        self.step_sums.reset()
 
     def note_reference(self) -> None:
         if self.loss.reads_reference:
@@ -230,7 +234,7 @@ class GRPOModule(ActingModule):
         ratio = policy_ratio(self.loss, new, old, mask)
         weights = correction_weights(self.loss, trainer, sampler, mask)
         gains = token_advantages(batch, mask).to(new.dtype)
-        context = {"old_logprobs": old, "mask": mask}
+        context = {"old_logprobs": old, "mask": mask, **self._draws(mask)}
         kept = kept_tokens(
             self.loss,
             new_logprobs=new,
@@ -240,9 +244,6 @@ class GRPOModule(ActingModule):
             sampler_logprobs=sampler,
             mask=mask,
         )
-        if "draws" in self.loss.variants["loss_fn"].tensors:
-            draws = torch.zeros_like(mask, dtype=torch.float32)
-            context["draws"] = draws.masked_scatter(mask, self.lot(int(mask.sum())))
         reference = batch.get("ref_logprobs")
         terms = grpo_terms(new, ratio, gains, reference, self.loss, weights, kept, **context)
         losses = token_losses(self.loss, terms, scored.entropy, bonus)
@@ -251,10 +252,20 @@ class GRPOModule(ActingModule):
         if kept is not None:
             weights = kept if weights is None else weights * kept
         scored = scored._replace(mask=own)
-        self.sums.update({"loss": share} | token_sums(batch, scored, terms, ratio, weights))
+        sums = {"loss": share, **token_sums(batch, scored, terms, ratio, weights)}
+        self.sums.update(sums)
+        if self.loss.has_entropy_bonus:
+            self.step_sums.update(sums)
         if self.needs_window:
             share = with_gradient_of(share, aggregate(self.loss, losses, mask, counts))
         return share * self._undivided(batch)
+
+    def _draws(self, mask: Tensor) -> dict[str, Tensor]:
+        """Random numbers, one for each token, if the loss decides by lot."""
+        if "draws" not in self.loss.variants["loss_fn"].tensors:
+            return {}
+        draws = torch.zeros_like(mask, dtype=torch.float32)
+        return {"draws": draws.masked_scatter(mask, self.lot(int(mask.sum())))}
 
     def _compared(
         self, batch: Batch, *, entropy_gradient: bool
@@ -307,41 +318,46 @@ class GRPOModule(ActingModule):
         return int(self.trainer.accumulate_grad_batches * replica(self.trainer)[1])
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        # Every step, for it is a small part of one; Lightning's loggers take those they want.
         self._steps_summed += 1
-        metrics: dict[str, Tensor | float] = {
-            **self._train_metrics(),
-            **self.rollout_means.compute_and_reset(),
-        }
-        # The loss of a policy gradient says little; what rises is the reward.
-        if "reward" in metrics:
-            self.log("train/reward", metrics.pop("reward"), prog_bar=True)
-        self.log_dict({f"train/{name}": value for name, value in metrics.items()})
-        self.log("train/grad_norm", gradient_norm(self.policy.parameters()))
+        if self.loss.has_entropy_bonus:
+            self._next_entropy_bonus()
+        if self.is_logging_step():
+            metrics: dict[str, Tensor | float] = {
+                **self._train_metrics(),
+                **self.rollout_means.compute_and_reset(),
+                **self.bonus_means.compute_and_reset(),
+                "grad_norm": gradient_norm(self.policy.parameters()),
+            }
+            self._forget_sums()
+            # The loss of a policy gradient says little; what rises is the reward.
+            self.log_step(metrics, on_bar="reward")
 
     def on_train_epoch_end(self) -> None:
+        # What is left of the epoch's steps is logged with those that follow.
         if self._steps_summed:
             self._train_metrics()
 
-    def _train_metrics(self) -> dict[str, Tensor]:
-        """Means over the steps since the last ones; the loss must be a number."""
-        sums = self.sums.compute()
-        loss = sums.pop("loss") / self._steps_summed
+    def _forget_sums(self) -> None:
         self.sums.reset()
         self._steps_summed = 0
-        self.refuse_a_loss_that_is_no_number(loss)
-        return {"loss": loss, **token_metrics(sums), **self._entropy_bonus_of_the_step(sums)}
 
-    def _entropy_bonus_of_the_step(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The weight that the step had; what it showed decides on the next one's."""
-        if not self.loss.has_entropy_bonus:
-            return {}
-        weight, tokens = torch.tensor(self.entropy_bonus.weight), float(sums["tokens"])
+    def _train_metrics(self) -> dict[str, Tensor]:
+        """Means over the steps since metrics were last logged; the loss must be a number."""
+        sums = self.sums.compute()
+        loss = sums.pop("loss") / self._steps_summed
+        self.refuse_a_loss_that_is_no_number(loss)
+        return {"loss": loss, **token_metrics(sums)}
+
+    def _next_entropy_bonus(self) -> None:
+        """Note the weight that the step had; what it showed decides on the next one's."""
+        self.bonus_means.update({"entropy_bonus": self.entropy_bonus.weight})
+        sums = self.step_sums.compute()
+        self.step_sums.reset()
+        tokens = float(sums["tokens"])
         if tokens:  # nothing is shown by a step without any
             self.entropy_bonus = next_entropy_bonus(
                 self.loss, self.entropy_bonus.coefficient, float(sums["entropy"]) / tokens
             )
-        return {"entropy_bonus": weight}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)

@@ -1,4 +1,4 @@
-"""Running means over many batches and ranks, kept as sums and counts.
+"""Running sums and means over many batches and ranks, made cheap enough for every step.
 
 A mean of per-batch means would weigh a short last batch like a full one; sums and counts do not.
 """
@@ -10,75 +10,67 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.nn.utils import get_total_norm
-from torchmetrics import Metric
 
+from lit_align.modules.ranks import sum_over_ranks
 from lit_align.ops import masked_sum
 
 
-class RunningMeans(Metric):
-    """Means of named per-row values over everything seen since the last reset, on all ranks.
+class Sums:
+    """Sums of named values over everything seen since the last reset.
+
+    They are one tensor, and no buffer of a module: a module in half precision would round them (in
+    bfloat16, 256 + 1 is 256).
 
     Args:
-        names: what is averaged; the order of the sums.
+        names: what is summed; the order of the sums.
     """
 
-    full_state_update = False
-    sums: Tensor
-    rows: Tensor
-
     def __init__(self, *names: str) -> None:
-        super().__init__()
         self.names = names
-        self.add_state("sums", torch.zeros(len(names)), dist_reduce_fx="sum")
-        self.add_state("rows", torch.zeros(()), dist_reduce_fx="sum")
+        self._sums: Tensor | None = None
 
-    def update(self, values: Mapping[str, Tensor], mask: Tensor) -> None:
-        """Add one batch.
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has been added since the last reset."""
+        return self._sums is None
+
+    @torch.no_grad()
+    def update(self, values: Mapping[str, Tensor]) -> None:
+        """Add values, () each; a name that is not among them stays as it was."""
+        zero = next(iter(values.values())).new_zeros(())
+        self._add(torch.stack([values.get(name, zero) for name in self.names]).float())
+
+    @torch.no_grad()
+    def update_rows(self, values: Mapping[str, Tensor], mask: Tensor) -> None:
+        """Add what is known of the rows of a batch.
 
         Args:
-            values: per name a tensor (B,).
+            values: for each name a tensor (B,).
             mask: the rows that count, (B,) bool.
         """
-        rows = torch.stack([values[name].detach().float() for name in self.names])
-        self.sums = _in_full(self.sums) + masked_sum(rows, mask.expand_as(rows))
-        self.rows = _in_full(self.rows) + mask.sum()
+        rows = torch.stack([values[name] for name in self.names]).float()
+        self._add(masked_sum(rows, mask.expand_as(rows)))
 
     def compute(self) -> dict[str, Tensor]:
-        """Mean per name, (), float32."""
-        means = self.sums / self.rows.clamp(min=1)
-        return dict(zip(self.names, means.unbind(), strict=True))
+        """Sum per name over all ranks, (), float32, on the CPU.
+
+        All ranks ask together, and have added as often.
+        """
+        sums = torch.zeros(len(self.names)) if self._sums is None else sum_over_ranks(self._sums)
+        return dict(zip(self.names, sums.cpu().unbind(), strict=True))
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self._sums = None
+
+    def _add(self, sums: Tensor) -> None:
+        self._sums = sums if self._sums is None else self._sums + sums
 
 
 def gradient_norm(parameters: Iterable[Parameter]) -> Tensor:
     """Norm over all gradients as one vector, (), before clipping; sharded ones count whole."""
     norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
-class Sums(Metric):
-    """Sums of named values over everything seen since the last reset, on all ranks.
-
-    Args:
-        names: what is summed; the order of the sums.
-    """
-
-    full_state_update = False
-    sums: Tensor
-
-    def __init__(self, *names: str) -> None:
-        super().__init__()
-        self.names = names
-        self.add_state("sums", torch.zeros(len(names)), dist_reduce_fx="sum")
-
-    def update(self, values: Mapping[str, Tensor]) -> None:
-        """Add values, () each; a name that is not among them stays as it was."""
-        zero = torch.zeros((), dtype=torch.float32, device=self.sums.device)
-        added = [values[name].detach().float() if name in values else zero for name in self.names]
-        self.sums = _in_full(self.sums) + torch.stack(added)
-
-    def compute(self) -> dict[str, Tensor]:
-        """Sum per name, (), float32."""
-        return dict(zip(self.names, self.sums.unbind(), strict=True))
 
 
 class MeanOfDicts:
@@ -97,11 +89,3 @@ class MeanOfDicts:
         means = {name: sum(values) / len(values) for name, values in self._seen.items()}
         self._seen = {}
         return means
-
-
-def _in_full(state: Tensor) -> Tensor:
-    """A state in float32: Lightning turns metrics to half precision together with their module.
-
-    In bfloat16, 256 + 1 is 256.
-    """
-    return state.float()

@@ -7,16 +7,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lit_align.logprobs import Layout, response_logprobs
+from lit_align.logprobs import Layout, ResponseLogprobs, response_logprobs
 from lit_align.losses import PairConfig
 from lit_align.modules.policy import Batch
-from lit_align.ops import IGNORE_INDEX, completion_lengths, completion_mask, masked_sum
+from lit_align.ops import IGNORE_INDEX, completion_mask, masked_sum
 
 
 class PairLogps(NamedTuple):
     """Log-probs of both responses of each pair, (B,), nats, summed over response tokens.
 
-    What no term of the loss reads is None.
+    What no term of the loss reads is None, and so are, if not asked for, the statistics that are
+    only logged: `*_entropy`, `*_mean_logit` and `*_likeliest`, sums as well.
 
     Attributes:
         chosen: of the preferred response.
@@ -29,6 +30,12 @@ class PairLogps(NamedTuple):
         prompt_lengths: how many those are, but for the first, which nothing predicts.
         chosen_head: of the preferred response as far as the other one goes.
         rejected_head: of the other one as far as the preferred one goes.
+        chosen_entropy: entropy of the predictions of the preferred response.
+        rejected_entropy: of those of the other one.
+        chosen_mean_logit: means over the vocabulary of the logits, of the preferred response.
+        rejected_mean_logit: of the other one.
+        chosen_likeliest: tokens of the preferred response that are the model's likeliest.
+        rejected_likeliest: of the other one.
     """
 
     chosen: Tensor
@@ -41,6 +48,12 @@ class PairLogps(NamedTuple):
     prompt_lengths: Tensor | None = None
     chosen_head: Tensor | None = None
     rejected_head: Tensor | None = None
+    chosen_entropy: Tensor | None = None
+    rejected_entropy: Tensor | None = None
+    chosen_mean_logit: Tensor | None = None
+    rejected_mean_logit: Tensor | None = None
+    chosen_likeliest: Tensor | None = None
+    rejected_likeliest: Tensor | None = None
 
     def sums(self, model: str) -> dict[str, Tensor]:
         """The log-probs by the names that losses give them if they are those of this model."""
@@ -77,32 +90,56 @@ class PairLogps(NamedTuple):
 
 
 def pair_logps(
-    model: nn.Module, batch: Batch, config: PairConfig, layout: Layout = "auto"
+    model: nn.Module,
+    batch: Batch,
+    config: PairConfig,
+    layout: Layout = "auto",
+    *,
+    statistics: bool = False,
 ) -> PairLogps:
-    """Log-probs of both responses under a model, and what else the loss reads.
+    """Log-probs of both responses under a model, what else the loss reads, and maybe statistics.
 
     Both halves share one forward pass: FSDP then gathers the weights once, not twice.
     """
     input_ids, attention_mask, labels = stacked_pairs(batch)
-    asked = with_prompts(input_ids, attention_mask, labels) if config.reads_prompt else labels
+    reads_prompt = config.reads_prompt
+    asked = with_prompts(input_ids, attention_mask, labels) if reads_prompt else labels
     scored = response_logprobs(
-        model, input_ids, attention_mask, asked, alignment=config.alignment_kind, layout=layout
+        model,
+        input_ids,
+        attention_mask,
+        asked,
+        alignment=config.alignment_kind,
+        statistics=statistics,
+        layout=layout,
     )
-    mask = completion_mask(labels)
-    logps = PairLogps(
-        *masked_sum(scored.logprobs, mask).chunk(2), *completion_lengths(labels).chunk(2)
-    )
+    mask = completion_mask(labels) if reads_prompt else scored.mask
+    logps = PairLogps(*masked_sum(scored.logprobs, mask).chunk(2), *mask.sum(-1).chunk(2))
     if scored.alignment is not None:
         chosen, rejected = masked_sum(scored.alignment, mask).chunk(2)
         logps = logps._replace(chosen_alignment=chosen, rejected_alignment=rejected)
-    if config.reads_prompt:
+    if reads_prompt:
         prompt = scored.mask & ~mask
         of_chosen, _ = masked_sum(scored.logprobs, prompt).chunk(2)
         logps = logps._replace(prompt=of_chosen, prompt_lengths=prompt.sum(-1).chunk(2)[0])
     if config.reads_heads:
         chosen, rejected = masked_sum(scored.logprobs, head_mask(mask)).chunk(2)
         logps = logps._replace(chosen_head=chosen, rejected_head=rejected)
-    return logps
+    return logps._replace(**_statistics(scored, mask)) if statistics else logps
+
+
+def _statistics(scored: ResponseLogprobs, mask: Tensor) -> dict[str, Tensor]:
+    """What is only logged, by the names of `PairLogps`, (B,) each."""
+    assert scored.entropy is not None
+    assert scored.mean_logit is not None
+    assert scored.is_likeliest is not None
+    values = torch.stack([scored.entropy, scored.mean_logit, scored.is_likeliest]).detach()
+    sides = masked_sum(values, mask.expand_as(values)).chunk(2, dim=-1)
+    return {
+        f"{side}_{name}": row
+        for side, rows in zip(("chosen", "rejected"), sides, strict=True)
+        for name, row in zip(("entropy", "mean_logit", "likeliest"), rows, strict=True)
+    }
 
 
 def stacked_pairs(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:

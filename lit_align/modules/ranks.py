@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import lightning as L
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lit_align.modules.window import replica
@@ -38,6 +38,14 @@ def from_all_replicas(trainer: L.Trainer, value: T) -> list[T]:
     """The value of each replica of the data, in their order; ranks that share one count once."""
     rank, _ = replica(trainer)
     return list(dict(sorted(from_all_ranks(trainer, (rank, value)), key=itemgetter(0))).values())
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """The sum of what each rank holds, of one shape; all ranks together. One process: a copy."""
+    total = values.clone()
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.all_reduce(total)
+    return total
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -66,16 +66,19 @@ def token_sums(
         policy.clipped_high,
         clipped,
     )
-    sums = {
-        name: masked_sum(value.detach().to(ratio.dtype), mask).sum()
-        for name, value in zip(PER_TOKEN, values, strict=True)
-        if value is not None
-    }
-    sums |= {"tokens": mask.sum()} | _parts(batch, mask, clipped, weights)
+    named = {name: v for name, v in zip(PER_TOKEN, values, strict=True) if v is not None}
+    sums = _sums_of(named, mask) | {"tokens": mask.sum()} | _parts(batch, mask, clipped, weights)
     if "sampler_logprobs" in batch:
         old = batch.get("old_logprobs", scored.logprobs)
         sums |= _against_the_sampler(old.detach(), batch["sampler_logprobs"], mask)
     return sums
+
+
+def _sums_of(values: Mapping[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
+    """Sums over the tokens of a mask, all at once."""
+    stacked = torch.stack([value.detach() for value in values.values()])
+    sums = masked_sum(stacked.flatten(1), mask.flatten().expand(len(values), -1))
+    return dict(zip(values, sums.unbind(), strict=True))
 
 
 def token_advantages(batch: Mapping[str, Tensor], mask: Tensor) -> Tensor:
@@ -89,27 +92,30 @@ def _parts(
     batch: Mapping[str, Tensor], mask: Tensor, clipped: Tensor, weights: Tensor | None
 ) -> dict[str, Tensor]:
     """Tokens of each kind; one that is of several counts as the first."""
-    masked = batch.get("masked_tokens", torch.zeros_like(mask))
-    counts = {"tokens/masked": masked.sum()}
+    masked = batch.get("masked_tokens")
+    kinds: dict[str, Tensor] = {}
     left = mask
     for name, belongs in (
         ("no_advantage", token_advantages(batch, mask) == 0),
-        ("dropped", torch.zeros_like(mask) if weights is None else weights == 0),
+        ("dropped", None if weights is None else weights == 0),
         ("clipped", clipped),
     ):
-        counts[f"tokens/{name}"] = (left & belongs).sum()
-        left = left & ~belongs
-    return counts | {"tokens/active": left.sum()}
+        kinds[name] = torch.zeros_like(mask) if belongs is None else left & belongs
+        left = left if belongs is None else left & ~belongs
+    kinds["active"] = left
+    counts = torch.stack([*kinds.values()]).flatten(1).sum(-1)
+    return {
+        "tokens/masked": counts.new_zeros(()) if masked is None else masked.sum(),
+        **{f"tokens/{name}": count for name, count in zip(kinds, counts.unbind(), strict=True)},
+    }
 
 
 def _against_the_sampler(old: Tensor, sampler: Tensor, mask: Tensor) -> dict[str, Tensor]:
     """How far the engine's log-probs are from the trainer's."""
     found = mismatch(old, sampler.to(old.dtype), mask)
     values = (found.difference.abs(), found.ratio, found.k1, found.k3)
-    sums = {
-        f"sampling/{name}": masked_sum(value, mask).sum()
-        for name, value in zip(SAMPLER, values, strict=True)
-    }
+    names = [f"sampling/{name}" for name in SAMPLER]
+    sums = _sums_of(dict(zip(names, values, strict=True)), mask)
     return sums | {"sampled_tokens": mask.sum()}
 
 

@@ -231,14 +231,9 @@ class UnpairedModule(ComparingModule):
         right = ranked_right(found.rewards, rows["labels"])
         return means if right is None else {**means, "rewards/accuracies": right.float()}
 
-    def train_metrics(self) -> dict[str, Tensor]:
-        if not self.train_sums.update_called:
-            return {}
-        sums = self.train_sums.compute()
-        self.train_sums.reset()
-        if not self.loss.reads_mismatched:
-            del sums["kl"]
-        return labelled_means(sums)
+    def means_of(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        without = () if self.loss.reads_mismatched else ("kl",)
+        return labelled_means({name: s for name, s in sums.items() if name not in without})
 
 
 def row_mask(batch: Batch) -> Tensor:

@@ -83,6 +83,8 @@ def fit(  # noqa: PLR0913, one for each thing that a test varies
     limit_train_batches=None,
     log_every=1,
     refresh=None,
+    max_tokens=None,
+    layout="auto",
 ):
     """Train and return final weights, gradients per step and the rows that were read."""
     L.seed_everything(7, verbose=False)
@@ -90,14 +92,23 @@ def fit(  # noqa: PLR0913, one for each thing that a test varies
     if loss in UNPAIRED_LOSSES:
         kinds = (UnpairedModule, UnpairedDataModule)
     module = kinds[0](
-        policy, loss, optimizer=OPTIMIZERS[optimizer], scheduler=partial(linear, warmup=0.1)
+        policy,
+        loss,
+        optimizer=OPTIMIZERS[optimizer],
+        scheduler=partial(linear, warmup=0.1),
+        layout=layout,
     )
     module.configure_model()
     for layer in module.policy.modules():
         if isinstance(layer, nn.Dropout) or hasattr(layer, "attention_dropout"):
             layer.p = layer.attention_dropout = dropout
     datamodule = kinds[1](
-        data, batch_size=batch_size, num_workers=num_workers, cache_dir=cache, seed=3
+        data,
+        batch_size=batch_size,
+        max_tokens_per_batch=max_tokens,
+        num_workers=num_workers,
+        cache_dir=cache,
+        seed=3,
     )
     gradients, rows = Gradients(), RowsSeen()
     callbacks = [gradients, rows, ReferenceCache(folder=Path(cache) / "reference")]
@@ -130,7 +141,17 @@ def fit(  # noqa: PLR0913, one for each thing that a test varies
     weights = Weights()
     trainer.callbacks.append(weights)
     trainer.fit(module, datamodule, ckpt_path=ckpt_path)
-    return {"weights": weights.final, "gradients": gradients.steps, "rows": rows.batches}
+    return {
+        "weights": weights.final,
+        "gradients": gradients.steps,
+        "rows": rows.batches,
+        "metrics": logged(trainer),
+    }
+
+
+def logged(trainer):
+    """What was logged last."""
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
 class Weights(L.Callback):

@@ -12,8 +12,9 @@ from functools import partial
 
 import lightning as L
 import torch
-from distributed.fit import Weights
+from distributed.fit import Weights, logged
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from lit_align.data import RolloutDataModule
@@ -87,7 +88,8 @@ class Steps(L.Callback):
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         parameters = list(pl_module.policy.parameters())
-        self.gradients.append(torch.cat([p.grad.detach().flatten().clone() for p in parameters]))
+        grads = [p.grad for p in parameters if p.grad is not None]
+        self.gradients.append(torch.cat([g.detach().flatten().clone() for g in grads]))
         self.before.append([p.detach().clone() for p in parameters])
         self.batches.append([])
 
@@ -124,6 +126,10 @@ def fit(  # noqa: PLR0913, one for each thing that a test varies
     off=0.0,
     keepers=(),
     watchers=(),
+    log_every=1,
+    log_dir=None,
+    layout="auto",
+    max_tokens=None,
 ):
     """Train and return final weights, and what each step was."""
     L.seed_everything(7, verbose=False)
@@ -136,6 +142,7 @@ def fit(  # noqa: PLR0913, one for each thing that a test varies
         val_sampling={"max_new_tokens": 9},
         filter_groups=filter_groups,
         optimizer=OPTIMIZERS[optimizer],
+        layout=layout,
     )
     data = RolloutDataModule(
         Arithmetic(),
@@ -145,6 +152,7 @@ def fit(  # noqa: PLR0913, one for each thing that a test varies
         prompts_per_step=prompts_per_step,
         num_generations=num_generations,
         batch_size=batch_size,
+        max_tokens_per_batch=max_tokens,
         steps_per_rollout=steps_per_rollout,
         num_iterations=num_iterations,
         seed=3,
@@ -172,8 +180,8 @@ def fit(  # noqa: PLR0913, one for each thing that a test varies
         val_check_interval=validate_every,
         check_val_every_n_epoch=None if validate_every else 1,
         num_sanity_val_steps=0,
-        logger=False,
-        log_every_n_steps=1,
+        logger=CSVLogger(log_dir, "", "") if log_dir else False,
+        log_every_n_steps=log_every,
         callbacks=callbacks,
         enable_checkpointing=bool(checkpoint_dir or keepers),
         enable_progress_bar=False,
@@ -181,7 +189,12 @@ def fit(  # noqa: PLR0913, one for each thing that a test varies
         use_distributed_sampler=False,
     )
     trainer.fit(module, data, ckpt_path=ckpt_path)
-    return {"weights": weights.final, "steps": steps, "rows": steps.ids()}
+    return {
+        "weights": weights.final,
+        "steps": steps,
+        "rows": steps.ids(),
+        "metrics": logged(trainer),
+    }
 
 
 class KillAfter(L.Callback):
@@ -200,4 +213,5 @@ if __name__ == "__main__":
     out, options = sys.argv[1:]
     result = fit(**json.loads(options))
     rank = int(os.environ.get("LOCAL_RANK", "0"))
-    torch.save({"weights": result["weights"], "rows": result["rows"]}, f"{out}.{rank}")
+    kept = {name: result[name] for name in ("weights", "rows", "metrics")}
+    torch.save(kept, f"{out}.{rank}")

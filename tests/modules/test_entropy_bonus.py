@@ -117,8 +117,9 @@ def test_a_resumed_run_ends_bit_identical(tmp_path, gpt2):
 
 def test_a_step_without_a_token_moves_nothing(gpt2):
     module = GRPOModule(gpt2, GRPOConfig(**TARGET, entropy_bonus=0.5), reward=len)
-    sums = {"tokens": torch.tensor(0.0), "entropy": torch.tensor(0.0)}
-    assert module._entropy_bonus_of_the_step(sums)["entropy_bonus"] == 0.5
+    module.step_sums.update({"tokens": torch.tensor(0.0), "entropy": torch.tensor(0.0)})
+    module._next_entropy_bonus()
+    assert module.bonus_means.compute_and_reset() == {"entropy_bonus": 0.5}
     assert module.entropy_bonus == (0.5, 0.5)
 
 

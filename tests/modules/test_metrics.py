@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from lit_align.modules.metrics import MeanOfDicts, RunningMeans, Sums, gradient_norm
+from lit_align.modules.metrics import MeanOfDicts, Sums, gradient_norm
 
 
 def test_sums_add_up_by_name_and_start_anew_after_a_reset():
@@ -27,24 +27,40 @@ def test_sums_keep_no_graph():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_a_module_in_another_precision_counts_as_exactly(dtype):
-    """Lightning converts metrics with their module, and in bfloat16 256 + 1 is 256."""
-    module = nn.ModuleDict({"sums": Sums("tokens"), "means": RunningMeans("x")}).to(dtype)
+    """Lightning converts what a module holds, and in bfloat16 256 + 1 is 256."""
+    module = nn.Module()
+    module.sums, module.rows = Sums("tokens"), Sums("x", "pairs")
     for _ in range(2):
         for _ in range(1000):
-            module["sums"].update({"tokens": torch.tensor(1)})
-            module["means"].update({"x": torch.ones(1)}, torch.tensor([True]))
-        assert module["sums"].compute()["tokens"].item() == 1000
-        assert module["means"].rows.item() == 1000
-        assert module["means"].compute()["x"].item() == 1
-        module["sums"].reset()
-        module["means"].reset()
+            module.to(dtype)
+            one = torch.ones(1, dtype=dtype)
+            module.sums.update({"tokens": torch.tensor(1)})
+            module.rows.update_rows({"x": one, "pairs": one}, torch.tensor([True]))
+        assert module.sums.compute()["tokens"].item() == 1000
+        assert module.rows.compute()["pairs"].item() == 1000
+        assert module.rows.compute()["x"].item() == 1000
+        module.sums.reset()
+        module.rows.reset()
 
 
-def test_a_running_mean_weighs_rows_and_not_batches():
-    means = RunningMeans("x")
-    means.update({"x": torch.tensor([1.0, 2.0, 3.0])}, torch.tensor([True, True, False]))
-    means.update({"x": torch.tensor([9.0])}, torch.tensor([True]))
-    assert means.compute()["x"].item() == pytest.approx((1 + 2 + 9) / 3)
+def test_sums_over_rows_are_of_those_that_count():
+    sums = Sums("x", "is_right")
+    first = {"x": torch.tensor([1.0, 2.0, 3.0]), "is_right": torch.tensor([True, False, True])}
+    sums.update_rows(first, torch.tensor([True, True, False]))
+    sums.update_rows(
+        {"x": torch.tensor([9.0]), "is_right": torch.tensor([True])}, torch.tensor([True])
+    )
+    assert {n: v.item() for n, v in sums.compute().items()} == {"x": 12.0, "is_right": 2.0}
+
+
+def test_sums_are_empty_until_something_is_added():
+    sums = Sums("x")
+    assert sums.is_empty
+    assert sums.compute()["x"].item() == 0
+    sums.update({"x": torch.tensor(0.0)})
+    assert not sums.is_empty
+    sums.reset()
+    assert sums.is_empty
 
 
 def test_a_mean_of_dictionaries_is_over_those_that_have_the_name():

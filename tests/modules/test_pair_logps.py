@@ -86,7 +86,7 @@ def test_all_sums_are_those_of_each_row_alone(model):
 
 def test_what_no_term_reads_is_not_made(model):
     logps = pair_logps(model, batch_of(ROWS), DPOConfig("dpo"))
-    assert logps[4:] == (None,) * 6
+    assert logps[4:] == (None,) * 12
     whole = pair_logps(model, batch_of(ROWS), EVERYTHING)
     for part, other in zip(logps[:4], whole[:4], strict=True):
         assert_close(part, other)

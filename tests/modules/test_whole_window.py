@@ -28,6 +28,7 @@ from lit_align.losses import (
     window_counts,
 )
 from lit_align.modules import DPOModule
+from lit_align.modules.pair_metrics import pair_means
 from lit_align.modules.whole_window import WholeWindow
 
 COVARIANCES = {"cov_share": 0.3, "cov_lower": -9.0, "cov_upper": 9.0}
@@ -252,8 +253,8 @@ def test_validation_compares_the_real_pairs_of_a_batch(loss):
     def validated(batch):
         with torch.no_grad():
             module.validation_step(batch, 0)
-        found = module.val_means.compute()
-        module.val_means.reset()
+        found = pair_means(module.val_sums.compute())
+        module.val_sums.reset()
         return found
 
     alone = validated(batch_of_sums([1, 4, 6]))
