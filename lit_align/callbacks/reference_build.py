@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import lightning as L
 import torch
@@ -13,16 +13,23 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from lit_align.callbacks.reference_rows import Response, Responses
+from lit_align.callbacks.reference_rows import Response, Responses, cut
 from lit_align.callbacks.reference_store import ReferenceStore, Scored
 from lit_align.errors import UserError
-from lit_align.logprobs import Layout, response_logprobs
+from lit_align.logprobs import Layout, response_logprobs, ways
 from lit_align.modules.inference import inference
 from lit_align.modules.ranks import from_all_ranks, turns
 from lit_align.modules.window import replica
 
 # What a run that is killed loses at most; one that stops with an exception loses nothing.
 WRITE_EVERY_SECONDS = 30.0
+
+
+class Sizes(NamedTuple):
+    """How much one forward pass takes at most: tokens that it runs, and responses or None."""
+
+    tokens: int
+    responses: int | None
 
 
 @dataclass
@@ -61,24 +68,33 @@ def build(
     trainer: L.Trainer,
     model: nn.Module,
     responses: Responses,
-    batches: Sequence[Sequence[Response]],
+    asked: Sequence[Response],
+    sizes: Sizes,
     writer: Writer,
-    tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    """Let all ranks together score the batches; each adds its own share to its writer.
+    """Let all ranks together score what is asked; each adds its own share to its writer.
 
     Which rank scores a batch changes nothing about it, so the numbers are the same bit for bit for
     any number of ranks.
+
+    Args:
+        trainer: its module says in which layout.
+        model: the reference.
+        responses: knows the tokens.
+        asked: some of them, those of a prompt following each other.
+        sizes: of a batch, at most.
+        writer: of this rank.
 
     Raises:
         UserError: on all ranks, if a log-prob is not finite; it names the response.
     """
     _, replicas = replica(trainer)
     with _progress(trainer) as progress, inference(trainer, model), writer:
-        bar = progress.add_task("reference", total=sum(map(len, batches)))
+        bar = progress.add_task("reference", total=len(asked))
+        batches = cut(asked, ways(model, _layout(trainer)), *sizes)
         for batch, counts in turns(trainer, batches):
             scored = _score(model, responses, batch, trainer)
-            _refuse_non_finite(trainer, responses, scored, tokenizer)
+            _refuse_non_finite(trainer, responses, scored)
             if counts:
                 writer.add({response.key: entry for response, entry in scored.items()})
             progress.advance(bar, len(batch) * replicas)
@@ -88,23 +104,26 @@ def _score(
     model: nn.Module, responses: Responses, batch: Sequence[Response], trainer: L.Trainer
 ) -> dict[Response, Scored]:
     tensors = (tensor.to(trainer.strategy.root_device) for tensor in responses.batch(batch))
-    layout: Layout = trainer.lightning_module.layout  # type: ignore[assignment]
-    scored = response_logprobs(model, *tensors, layout=layout)
+    scored = response_logprobs(model, *tensors, layout=_layout(trainer))
     sums, counts = scored.logprobs.sum(-1).tolist(), scored.mask.sum(-1).tolist()
     entries = map(Scored, sums, counts)
     return dict(zip(batch, entries, strict=True))
+
+
+def _layout(trainer: L.Trainer) -> Layout:
+    return trainer.lightning_module.layout  # type: ignore[return-value]
 
 
 def _refuse_non_finite(
     trainer: L.Trainer,
     responses: Responses,
     scored: Mapping[Response, Scored],
-    tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     """Raise on all ranks if any of them has a number that is none."""
     bad = next((r for r, entry in scored.items() if not math.isfinite(entry.logps)), None)
     if not trainer.strategy.reduce_boolean_decision(bad is not None, all=False):
         return
+    tokenizer: PreTrainedTokenizerBase = trainer.lightning_module.tokenizer
     fault = bad and (
         f"the reference gives {responses.name(bad, tokenizer)}, a log-probability of "
         f"{scored[bad].logps}: nothing can be compared with that. Check the row; if it is in order,"

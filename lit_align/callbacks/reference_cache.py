@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset
 
 from lit_align.callbacks.attached import answered_data, comparing_module
-from lit_align.callbacks.reference_build import Writer, build
+from lit_align.callbacks.reference_build import Sizes, Writer, build
 from lit_align.callbacks.reference_check import check_start
 from lit_align.callbacks.reference_rows import Responses, Rows
 from lit_align.callbacks.reference_source import ReferenceSource, floating_dtype
@@ -37,19 +37,30 @@ class ReferenceCache(L.Callback):
 
     Args:
         folder: shared by runs (and by nodes); None: `reference` in the cache folder of lit_align.
-        batch_size: responses per forward pass; None: as many as a training micro-batch holds.
+        batch_size: responses per forward pass, at most; None: as many as the tokens allow.
+        max_tokens_per_batch: that a forward pass runs at most, a prompt that responses share
+            counted as often as it is run, and padding if there is any; a longer response has a
+            pass of its own. None: 2,048 on a CPU, whose caches hold no more, 8,192 elsewhere.
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str] | None = None, batch_size: int | None = None
+        self,
+        folder: str | os.PathLike[str] | None = None,
+        batch_size: int | None = None,
+        max_tokens_per_batch: int | None = None,
     ) -> None:
-        if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
-            raise UserError(
-                "reference_cache.batch_size must be a whole number of responses, at least 1, "
-                f"not {batch_size!r}"
-            )
+        for name, size, unit in (
+            ("batch_size", batch_size, "responses"),
+            ("max_tokens_per_batch", max_tokens_per_batch, "tokens"),
+        ):
+            if size is not None and (type(size) is not int or size < 1):
+                raise UserError(
+                    f"reference_cache.{name} must be a whole number of {unit}, at least 1, "
+                    f"not {size!r}"
+                )
         self.folder = folder
         self.batch_size = batch_size
+        self.max_tokens_per_batch = max_tokens_per_batch
         self.store: ReferenceStore | None = None
         self._resumed_key: str | None = None
         self._fingerprint_is_new = False
@@ -142,13 +153,12 @@ class ReferenceCache(L.Callback):
     ) -> dict[bytes, Scored]:
         """Entries of all `keys`, each rank having computed its share of them."""
         assert self.store is not None
-        rows = answered_data(trainer, self).batch_size
-        size = self.batch_size or len(source.module.asked_sides) * rows
         absent = [responses.by_key[key] for key in keys]
-        batches = [absent[i : i + size] for i in range(0, len(absent), size)]
+        on_cpu = trainer.strategy.root_device.type == "cpu"
+        most_tokens = self.max_tokens_per_batch or (2048 if on_cpu else 8192)
         writer = Writer(self.store, dtype)
         with source.model() as model:
-            build(trainer, model, responses, batches, writer, source.module.tokenizer)
+            build(trainer, model, responses, absent, Sizes(most_tokens, self.batch_size), writer)
         computed: dict[bytes, Scored] = {}
         for share in from_all_ranks(trainer, writer.entries):
             computed |= share

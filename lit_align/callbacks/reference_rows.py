@@ -1,7 +1,9 @@
-"""The responses that a reference is asked about: each one once, in batches of like length."""
+"""The responses that a reference is asked about: each one once, those of a prompt together."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -10,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from lit_align.callbacks.reference_store import Scored, row_key
+from lit_align.logprobs import Item, Ways, fill
 from lit_align.losses import TensorCache
 from lit_align.ops import IGNORE_INDEX
 
@@ -33,6 +36,12 @@ class Response(NamedTuple):
     position: int  # of a row that has it
     side: str
     tokens: int  # of the response
+    prompt: bytes  # equal for equal prompts
+
+    @property
+    def item(self) -> Item:
+        """What it adds to a batch."""
+        return Item(self.prompt, self.length - self.tokens, (self.tokens,))
 
 
 class Pair(NamedTuple):
@@ -72,7 +81,8 @@ class Responses:
         prompt, response = row["prompt_ids"], row[f"{side}_ids"][:tokens]
         key = row_key(prompt, response)
         length = len(prompt) + tokens
-        self.by_key.setdefault(key, Response(key, length, position, side, tokens))
+        if key not in self.by_key:
+            self.by_key[key] = Response(key, length, position, side, tokens, row_key(prompt, ()))
         return key
 
     @property
@@ -84,11 +94,18 @@ class Responses:
     def absent_from(self, known: Mapping[bytes, Scored]) -> list[Response]:
         """Responses without an entry, in an order that depends on nothing but their tokens.
 
-        Neighbours are of like length, so that batches carry little padding; the longest come first,
-        so that a batch that does not fit into memory fails at once and not after an hour.
+        Those of a prompt follow each other, and neighbours are of like length; the longest come
+        first, so that a batch that does not fit into memory fails at once and not after an hour.
         """
-        absent = (response for key, response in self.by_key.items() if key not in known)
-        return sorted(absent, key=lambda response: (-response.length, response.key))
+        absent = [response for key, response in self.by_key.items() if key not in known]
+        longest: dict[bytes, int] = {}
+        for response in absent:
+            longest[response.prompt] = max(response.length, longest.get(response.prompt, 0))
+
+        def place(response: Response) -> tuple[int, bytes, int, bytes]:
+            return -longest[response.prompt], response.prompt, -response.length, response.key
+
+        return sorted(absent, key=place)
 
     def batch(self, responses: Iterable[Response]) -> tuple[Tensor, Tensor, Tensor]:
         """Input ids, attention mask and labels of some responses, padded on the right, (B, T)."""
@@ -126,3 +143,29 @@ class Responses:
             tensor[index] = torch.tensor(values, dtype=dtype)
             tensors[name] = tensor
         return TensorCache(tensors)
+
+
+def cut(
+    responses: Sequence[Response], ways: Ways, most_tokens: int, most_rows: int | None = None
+) -> list[list[Response]]:
+    """Batches of responses, in their order; those of a prompt stay together where they fit.
+
+    Args:
+        responses: those of a prompt follow each other.
+        ways: of the model that is asked.
+        most_tokens: that a batch runs; a response of more has one of its own.
+        most_rows: responses of a batch; None: no limit.
+    """
+    parts = [
+        [responses[place] for place in places]
+        for responses in (list(group) for _, group in groupby(responses, attrgetter("prompt")))
+        for places in fill([each.item for each in responses], ways, most_tokens, most_rows)
+    ]
+    items = [
+        part[0].item._replace(responses=tuple(response.tokens for response in part))
+        for part in parts
+    ]
+    return [
+        [response for place in places for response in parts[place]]
+        for places in fill(items, ways, most_tokens, most_rows)
+    ]

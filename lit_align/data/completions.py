@@ -8,11 +8,9 @@ from datasets import Dataset
 from torch import Tensor
 
 from lit_align.data.mismatch import mismatched_rows
-from lit_align.data.pairs import Collate, StoredRows, numbers
+from lit_align.data.pairs import READ_AT_ONCE, Collate, StoredRows, numbers
 from lit_align.data.rows import LABEL
 from lit_align.data.tokenise import Completion
-
-READ_AT_ONCE = 1000
 
 
 class CompletionIds(TypedDict):

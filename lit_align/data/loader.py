@@ -6,7 +6,7 @@ start its epoch anew after a resume; an unsized iterable would be read one batch
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -171,7 +171,19 @@ class PairLoader:
                     f"cannot resume: the checkpoint was written with {name}={state[name]} in the "
                     f"data, not {ours[name]}; resume with the same data, seed and shuffling"
                 )
+        self._check_sizes(state)
+        self.epoch = state["epoch"]
+        self._done = self._resume_at = self._position(state)
+        self._accumulated = state.get("accumulate")
+
+    def _check_sizes(self, state: Mapping[str, int]) -> None:
+        """Refuse what would make other micro-batches than Lightning goes on counting."""
         seen, theirs = state["rows_seen"], state.get("rows_at_once", self._stride)
+        if "micro_batches" in state:
+            raise UserError(
+                "cannot resume: the checkpoint's run cut its steps by tokens: repeat its "
+                "data.max_tokens_per_batch"
+            )
         # Its counter starts anew only where that is past the end of an epoch.
         if self._stride != theirs and (seen or (state["epoch"] and self._stride < theirs)):
             raise UserError(
@@ -179,9 +191,10 @@ class PairLoader:
                 f"where the checkpoint's run read {theirs}: set data.batch_size so that it is "
                 f"{theirs} again; only after an epoch it may be more"
             )
-        self.epoch = state["epoch"]
-        self._done = self._resume_at = seen // self._stride
-        self._accumulated = state.get("accumulate")
+
+    def _position(self, state: Mapping[str, int]) -> int:
+        """Micro-batches of the epoch that are done."""
+        return state["rows_seen"] // self._stride
 
     @property
     def _stride(self) -> int:
@@ -212,10 +225,14 @@ class PairLoader:
             rows = order[self._rows_before(number) : self._rows_before(number + 1)]
             share = rows[self.replica.rank :: self.replica.num_replicas]
             shares.append(share or rows[:1])
+        return self._read(shares)
+
+    def _read(self, shares: Iterable[Rows]) -> Iterator[Batch]:
+        """The rows of each share as a batch."""
         # Without a generator of its own, each epoch would draw from the global one.
         loader: DataLoader[Any] = DataLoader(
             self.rows,  # type: ignore[arg-type]
-            batch_sampler=shares,
+            batch_sampler=shares,  # type: ignore[arg-type]  # any iterable will do
             collate_fn=self.collate,
             num_workers=self.num_workers,
             generator=torch.Generator(),

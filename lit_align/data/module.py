@@ -4,11 +4,13 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import lightning as L
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import TrainerFn
 from transformers import PreTrainedTokenizerBase
 
 from lit_align.data.loader import Replica
 from lit_align.errors import UserError
+from lit_align.logprobs import Ways, ways
 
 
 class Resumable(Protocol):
@@ -63,6 +65,45 @@ class ResumableDataModule(L.LightningDataModule):
         if self._loader is not None and self._loader_state is not None:
             self._loader.load_state_dict(self._loader_state)
             self._loader_state = None
+
+    def _take_over_accumulation(self, instead: str) -> int:
+        """Micro-batches of a step as the user wants them; the Trainer is given others from now on.
+
+        Args:
+            instead: what says how many micro-batches make a step.
+
+        Raises:
+            UserError: if a schedule would change them.
+        """
+        trainer: Any = self.trainer
+        if any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks):
+            raise UserError(
+                "GradientAccumulationScheduler changes how many micro-batches make a step, which "
+                f"{instead} here: leave it out"
+            )
+        asked: int = trainer.accumulate_grad_batches
+        self._asked = asked
+        return asked
+
+    def on_exception(self, exception: BaseException) -> None:
+        # There is no teardown then.
+        self.teardown(TrainerFn.FITTING)
+
+    def teardown(self, stage: str) -> None:
+        """Leave the Trainer as it was: other data may want another accumulation."""
+        if self.trainer is not None and stage == TrainerFn.FITTING and hasattr(self, "_asked"):
+            self.trainer.accumulate_grad_batches = self._asked
+
+    def _ways(self) -> Ways:
+        """How batches go through the model in training; padded, if nothing is known of it."""
+        module = self.trainer.lightning_module if self.trainer else None
+        policy: Any = getattr(module, "policy", None)
+        if policy is None:
+            return Ways(packs=False, shares=False, chooses=False)
+        found = ways(policy, module.layout)  # type: ignore[union-attr, arg-type]
+        # Of the two rows of a pair only one is scored from its beginning on: they do not share it.
+        scores_prompt = getattr(module.loss, "reads_prompt", False)  # type: ignore[union-attr]
+        return found._replace(shares=found.shares and not scores_prompt)
 
     def needs_window(self) -> bool:
         """Whether the module in training looks at each optimizer step as a whole."""

@@ -7,12 +7,15 @@ from typing import Any, ClassVar, NotRequired, TypedDict
 
 import torch
 from datasets import Dataset
+from pyarrow import compute
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lit_align.data.tokenise import Pair
 from lit_align.losses import PAIR_COLUMNS
 from lit_align.ops import IGNORE_INDEX
+
+READ_AT_ONCE = 1000
 
 
 class PairIds(TypedDict):
@@ -63,6 +66,15 @@ class StoredRows(torch.utils.data.Dataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return map(self.__getitem__, range(len(self)))
+
+    def lengths(self) -> list[tuple[int, ...]]:
+        """Tokens of the prompt and of each answer of every row."""
+        found: list[tuple[int, ...]] = []
+        chosen = self.stored.select_columns(list(self.ids)).select(self.positions)
+        for part in chosen.with_format("arrow").iter(READ_AT_ONCE):
+            columns = (compute.list_value_length(part[name]).to_pylist() for name in self.ids)
+            found += zip(*columns, strict=True)
+        return found
 
     @abstractmethod
     def answers(self) -> Iterator[tuple[list[int], list[int]]]:

@@ -9,6 +9,7 @@ import lightning as L
 import torch
 from datasets import Dataset
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import Subset
 from transformers import PreTrainedTokenizerBase
@@ -19,6 +20,7 @@ from lit_align.data.pairs import Collate, PairCollate, PairRows, StoredRows
 from lit_align.data.preparation import Preparation
 from lit_align.data.rows import COLUMNS, REQUIRED
 from lit_align.data.sources import Columns, Source, open_source
+from lit_align.data.token_loader import StepCut, TokenPairLoader, refuse_fixed_accumulation
 from lit_align.data.tokenise import TRUNCATIONS, PairTokeniser
 from lit_align.errors import UserError
 from lit_align.losses import PAIR_COLUMNS
@@ -56,6 +58,12 @@ class PreferenceDataModule(ResumableDataModule):
         truncation: "right" cuts the ends of answers, and drops pairs whose prompt leaves them no
             room; "left" cuts beginnings of prompts, by what the longer answer of a pair needs.
         batch_size: pairs of a micro-batch on each rank.
+        max_tokens_per_batch: tokens that a micro-batch runs at most, prompts and answers together:
+            a prompt once if the model can share it, padding too if it has to stay padded. Each
+            step still has the pairs that `batch_size`, accumulation and ranks say, cut into
+            micro-batches of like many tokens; `trainer.accumulate_grad_batches` is set to their
+            number, as many for every step. A pair of more tokens has a micro-batch of its own.
+            None: micro-batches of `batch_size` pairs.
         val_batch_size: the same for validation; None: `batch_size`.
         num_workers: processes that read ahead.
         seed: of the order of the rows and of the fraction for validation.
@@ -89,6 +97,7 @@ class PreferenceDataModule(ResumableDataModule):
         max_length: int | None = 1024,
         truncation: str = "right",
         batch_size: int = 8,
+        max_tokens_per_batch: int | None = None,
         val_batch_size: int | None = None,
         num_workers: int = 0,
         seed: int = 0,
@@ -108,6 +117,7 @@ class PreferenceDataModule(ResumableDataModule):
         # A file of its own takes the place of a share; a split by name would be a second one.
         self.val_split = None if val_path and isinstance(val_split, float) else val_split
         self.batch_size = batch_size
+        self.max_tokens_per_batch = max_tokens_per_batch
         self.val_batch_size = batch_size if val_batch_size is None else val_batch_size
         self.num_workers = num_workers
         self.seed = seed
@@ -138,6 +148,11 @@ class PreferenceDataModule(ResumableDataModule):
             self._preparation()(source, limit)
 
     def setup(self, stage: str | None = None) -> None:
+        if self.trainer is not None and stage == TrainerFn.FITTING:
+            self._loader = self._loader_state = None
+            if self.max_tokens_per_batch is not None:
+                refuse_fixed_accumulation(self.trainer)
+                self._take_over_accumulation("data.max_tokens_per_batch says")
         if hasattr(self, "train_rows"):
             return
         prepare = self._preparation()
@@ -171,11 +186,20 @@ class PreferenceDataModule(ResumableDataModule):
         schedules = (c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler))
         most = [max(schedule.scheduling.values()) for schedule in schedules]
         accumulate = max([trainer.accumulate_grad_batches, *most])
-        steps = math.inf if trainer.max_steps == -1 else trainer.max_steps
-        epochs = math.inf if trainer.max_epochs in (None, -1) else trainer.max_epochs
-        read = self._train_loader().first_rows(steps * accumulate, epochs)
+        steps, epochs = self._limits()
+        loader = self._loader or self._train_loader()
+        if isinstance(loader, TokenPairLoader):
+            accumulate = loader.micro_batches
+        read = loader.first_rows(steps * accumulate, epochs)
         validation = [self.val_rows] if trainer.enable_validation else []
         return [Subset(self.train_rows, read), *validation]
+
+    def _limits(self) -> tuple[float, float]:
+        """Steps and epochs after which a fit ends at the latest; may be infinite."""
+        if self.trainer is None:
+            return math.inf, math.inf
+        steps, epochs = self.trainer.max_steps, self.trainer.max_epochs
+        return math.inf if steps == -1 else steps, math.inf if epochs in (None, -1) else epochs
 
     def train_dataloader(self) -> PairLoader:
         loader = self._loader = self._train_loader()
@@ -184,20 +208,52 @@ class PreferenceDataModule(ResumableDataModule):
 
     def _train_loader(self) -> PairLoader:
         trainer = self.trainer
+        options: dict[str, Any] = {
+            "seed": self.seed,
+            "shuffle": self.shuffle and not getattr(trainer, "overfit_batches", 0),
+            "num_workers": self.num_workers,
+            "replica": self._replica(),
+            "epoch": trainer.current_epoch if trainer else 0,
+            "limit_batches": lambda: trainer.limit_train_batches if trainer else 1.0,
+            "whole_window": self.needs_window,
+        }
+        if self.max_tokens_per_batch is not None:
+            return self._token_loader(options)
         return PairLoader(
             self.train_rows,
             self.collate,
             batch_size=self.batch_size,
-            seed=self.seed,
-            shuffle=self.shuffle and not getattr(trainer, "overfit_batches", 0),
-            num_workers=self.num_workers,
-            replica=self._replica(),
-            epoch=trainer.current_epoch if trainer else 0,
             # Asked at every batch: a schedule of accumulation changes it between epochs.
             accumulate=lambda: trainer.accumulate_grad_batches if trainer else 1,
-            limit_batches=lambda: trainer.limit_train_batches if trainer else 1.0,
-            whole_window=self.needs_window,
+            **options,
         )
+
+    def _token_loader(self, options: Mapping[str, Any]) -> TokenPairLoader:
+        """The loader that cuts by tokens; finding out how goes over all rows once."""
+        assert self.max_tokens_per_batch is not None
+        size = self.batch_size * getattr(self, "_asked", 1)
+        ranks = self._replica().num_replicas
+        cut = StepCut(self.train_rows.lengths(), self._ways(), self.max_tokens_per_batch, ranks)
+        cut.warn(self.noun)
+        steps, epochs = self._limits()
+        limit = self.trainer.limit_train_batches if self.trainer else 1.0
+        whole = isinstance(limit, float) and limit == 1
+        # Where a limit cuts epochs short, every step may be the first of one.
+        steps_of_epoch = math.ceil(len(self.train_rows) / (size * ranks)) if whole else 1
+        return TokenPairLoader(
+            self.train_rows,
+            self.collate,
+            cut,
+            batch_size=size,
+            epochs=min(epochs, steps / steps_of_epoch),
+            **options,
+        )
+
+    def _restore(self) -> None:
+        """Let the Trainer know how many micro-batches a step has, which a state may say."""
+        super()._restore()
+        if self.trainer is not None and isinstance(self._loader, TokenPairLoader):
+            self.trainer.accumulate_grad_batches = self._loader.micro_batches
 
     def val_dataloader(self) -> PairLoader | list[PairLoader]:
         if not len(self.val_rows):
@@ -214,14 +270,19 @@ class PreferenceDataModule(ResumableDataModule):
     def describe_plan(self, trainer: L.Trainer) -> str:
         """What a fit of this Trainer reads, and how a step is put together, in a line."""
         rows, ranks = len(self.train_rows), self._replica().num_replicas
-        step = self.batch_size * trainer.accumulate_grad_batches * ranks
+        asked = getattr(self, "_asked", trainer.accumulate_grad_batches)
+        step = self.batch_size * asked * ranks
         steps = trainer.estimated_stepping_batches
         columns = self.train_rows.columns
+        cut = f"{self.batch_size} per micro-batch x {asked} accumulated x {ranks} ranks"
+        if self.max_tokens_per_batch is not None:
+            cut = (
+                f"{trainer.accumulate_grad_batches} micro-batches x {ranks} ranks of at most "
+                f"{self.max_tokens_per_batch:,} tokens"
+            )
         return (
             f"plan: {steps} steps over {rows:,} {self.noun}s ({steps * step / rows:.2g} epochs), "
-            f"each of {step}: {self.batch_size} per micro-batch x "
-            f"{trainer.accumulate_grad_batches} accumulated x {ranks} ranks; "
-            f"{len(self.val_rows):,} {self.noun}s to validate on"
+            f"each of {step}: {cut}; {len(self.val_rows):,} {self.noun}s to validate on"
             + (f"; reads {', '.join(columns)} of each {self.noun}" if columns else "")
         )
 
@@ -276,6 +337,7 @@ class PreferenceDataModule(ResumableDataModule):
         for name, value, least in (
             ("max_length", self.tokenising["max_length"], 2),
             ("batch_size", self.batch_size, 1),
+            ("max_tokens_per_batch", self.max_tokens_per_batch, 1),
             ("val_batch_size", self.val_batch_size, 1),
             ("max_rows", self.max_rows, 1),
             ("val_max_rows", self.val_max_rows, 1),

@@ -1,11 +1,12 @@
 """Prompts for a Trainer whose module writes the answers itself."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
 from lit_align.data.loader import no_loaders
@@ -14,6 +15,7 @@ from lit_align.data.preference import split_rows
 from lit_align.data.prompt_format import PromptFormat
 from lit_align.data.prompt_loader import PromptLoader
 from lit_align.data.prompts import PromptRows, PromptSource, open_prompts
+from lit_align.data.token_loader import refuse_fixed_accumulation
 from lit_align.errors import UserError
 from lit_align.rollout import PromptStream, RolloutLoader, RolloutPlan
 
@@ -22,7 +24,7 @@ class RolloutDataModule(ResumableDataModule):
     """Prompts, and how many of them and of their completions make an optimizer step.
 
     Any combination of the sizes works: `prompts_per_step * num_generations` completions are cut
-    into as many micro-batches of at most `batch_size` as that takes, and
+    into as many micro-batches of at most `batch_size` as that takes, of like many tokens, and
     `trainer.accumulate_grad_batches` is set to their number (or left as it is, if that is more).
 
     Args:
@@ -43,6 +45,10 @@ class RolloutDataModule(ResumableDataModule):
         prompts_per_step: prompts of an optimizer step, over all ranks.
         num_generations: completions of each prompt.
         batch_size: completions of a micro-batch on each rank, at most.
+        max_tokens_per_batch: tokens that a micro-batch runs at most, in place of `batch_size`: a
+            prompt once for its completions if the model can share it, padding too if it has to
+            stay padded. Nobody knows beforehand how long completions become: a step is cut into as
+            many micro-batches as it needs if all are as long as they may be. None: `batch_size`.
         steps_per_rollout: optimizer steps made of one rollout.
         num_iterations: how often each completion is trained on.
         val_batch_size: prompts that are answered at once in validation, on each rank.
@@ -79,6 +85,7 @@ class RolloutDataModule(ResumableDataModule):
         prompts_per_step: int = 8,
         num_generations: int = 8,
         batch_size: int = 8,
+        max_tokens_per_batch: int | None = None,
         steps_per_rollout: int = 1,
         num_iterations: int = 1,
         val_batch_size: int = 64,
@@ -111,6 +118,7 @@ class RolloutDataModule(ResumableDataModule):
             steps_per_rollout=steps_per_rollout,
             num_iterations=num_iterations,
         )
+        self.max_tokens_per_batch = max_tokens_per_batch
         self.num_generations = num_generations
         self.val_batch_size = val_batch_size
         self.seed = seed
@@ -123,7 +131,11 @@ class RolloutDataModule(ResumableDataModule):
         if not hasattr(self, "train_rows"):
             self.train_rows, self.val_rows = self._rows()
         if self.trainer is not None and stage == TrainerFn.FITTING:
-            self.plan = self._planned(self.trainer)
+            self._take_over_accumulation("data.prompts_per_step and data.num_generations say")
+            if self.max_tokens_per_batch is None:
+                self.plan = self._planned(self.trainer, self.sizes)
+            else:
+                refuse_fixed_accumulation(self.trainer)
             self._loader = self._loader_state = None
 
     def train_dataloader(self) -> RolloutLoader:
@@ -147,6 +159,11 @@ class RolloutDataModule(ResumableDataModule):
                 "RolloutDataModule serves a module that writes completions, such as GRPOModule, "
                 f"not a {type(actor).__name__}"
             )
+        # Until the policy is there, nobody knows how batches go through it.
+        if self.max_tokens_per_batch is None:
+            self.plan = replace(self.plan, ways=self._ways())
+        else:
+            self.plan = self._planned(trainer, self._sizes_in_tokens(actor))
         return RolloutLoader(
             PromptStream(self.train_rows, seed=self.seed, shuffle=self.shuffle),
             actor,
@@ -185,27 +202,29 @@ class RolloutDataModule(ResumableDataModule):
             ]
         )
 
-    def _planned(self, trainer: L.Trainer) -> RolloutPlan:
+    def _planned(self, trainer: L.Trainer, sizes: RolloutPlan) -> RolloutPlan:
         """The sizes on this Trainer, which learns from them how many micro-batches a step has."""
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        if any(isinstance(c, GradientAccumulationScheduler) for c in callbacks):
-            raise UserError(
-                "GradientAccumulationScheduler changes how many micro-batches make a step, which "
-                "data.prompts_per_step and data.num_generations say here: leave it out"
-            )
-        self._asked = asked = trainer.accumulate_grad_batches
-        plan = self.sizes.on(self._replica().num_replicas, None if asked == 1 else asked)
+        plan = sizes.on(self._replica().num_replicas, None if self._asked == 1 else self._asked)
         trainer.accumulate_grad_batches = plan.micro_batches
         return plan
 
-    def on_exception(self, exception: BaseException) -> None:
-        # There is no teardown then.
-        self.teardown(TrainerFn.FITTING)
-
-    def teardown(self, stage: str) -> None:
-        """Leave the Trainer as it was: other data may want another accumulation."""
-        if self.trainer is not None and stage == TrainerFn.FITTING and hasattr(self, "_asked"):
-            self.trainer.accumulate_grad_batches = self._asked
+    def _sizes_in_tokens(self, actor: Any) -> RolloutPlan:
+        """The sizes of steps that are cut by tokens, made for the longest completions."""
+        prompt = max(len(row.ids) for row in self.train_rows.prompts)
+        completion: int = actor.sampling.max_new_tokens
+        if prompt + completion > (self.max_tokens_per_batch or 0):
+            rank_zero_warn(
+                f"a prompt and its completion may have {prompt} + {completion} tokens, more than "
+                f"the {self.max_tokens_per_batch} of data.max_tokens_per_batch: such a one has a "
+                "micro-batch of its own. If memory does not suffice for that, lower "
+                "data.max_prompt_length or module.sampling.max_new_tokens"
+            )
+        return replace(
+            self.sizes,
+            ways=self._ways(),
+            most_tokens=self.max_tokens_per_batch,
+            longest=(prompt, completion),
+        )
 
     def _rows(self) -> tuple[PromptRows, PromptRows | None]:
         """Prompts for training and validation."""
@@ -246,7 +265,8 @@ class RolloutDataModule(ResumableDataModule):
             raise UserError(f"data.shuffle must be true or false, not {self.shuffle!r}")
         if type(self.seed) is not int:
             raise UserError(f"data.seed must be a whole number, not {self.seed!r}")
-        limits = {name: getattr(self, name) for name in ("max_rows", "val_max_rows")}
+        names = ("max_rows", "val_max_rows", "max_tokens_per_batch")
+        limits = {name: getattr(self, name) for name in names}
         given = {name: value for name, value in limits.items() if value is not None}
         for name, value in {**given, "val_batch_size": self.val_batch_size}.items():
             whole = isinstance(value, int) and not isinstance(value, bool)

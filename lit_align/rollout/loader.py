@@ -147,8 +147,8 @@ class RolloutLoader:
             if value != getattr(self.plan, name):
                 raise UserError(
                     f"cannot resume: the checkpoint was written with data.{name}={value}, not "
-                    f"{getattr(self.plan, name)}; only data.batch_size and the number of ranks may "
-                    "change"
+                    f"{getattr(self.plan, name)}; only data.batch_size, data.max_tokens_per_batch "
+                    "and the number of ranks may change"
                 )
         done, theirs, ours = state["epoch_done"], state["micro_batches"], self.plan.micro_batches
         # Lightning goes on counting micro-batches; its counter starts anew only where that is past
@@ -156,8 +156,8 @@ class RolloutLoader:
         if (done and ours != theirs) or (state["rollouts_made"] and ours > theirs):
             raise UserError(
                 f"cannot resume with {ours} micro-batches to a step, where there were {theirs}: "
-                f"take a data.batch_size or a number of ranks that makes {theirs} of them; only "
-                "after an epoch they may be fewer"
+                f"take a data.batch_size (or max_tokens_per_batch) or a number of ranks that makes "
+                f"{theirs} of them; only after an epoch they may be fewer"
             )
 
     def _epoch_batches(self) -> int:

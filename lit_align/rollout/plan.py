@@ -3,13 +3,15 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import cached_property
 
 import torch
 
 from lit_align.errors import UserError
+from lit_align.logprobs import Item, Ways, balance, fill
 from lit_align.rollout.rows import Sample
 
+PADDED = Ways(packs=False, shares=False, chooses=False)
 # The samples of an optimizer step: per micro-batch, per rank.
 Window = list[list[list[Sample]]]
 
@@ -26,7 +28,11 @@ class RolloutPlan:
             moved since it wrote the completions.
         num_iterations: how often each completion is trained on.
         replicas: ranks that share the work.
-        accumulate: micro-batches of an optimizer step; None: as many as `batch_size` asks for.
+        accumulate: micro-batches of an optimizer step; None: as many as are needed.
+        ways: how a batch goes through the model.
+        most_tokens: that a micro-batch runs at most, whatever the completions turn out to be, in
+            place of `batch_size`; None: no limit.
+        longest: tokens of the longest prompt and of the longest completion there may be.
     """
 
     prompts_per_step: int
@@ -36,6 +42,9 @@ class RolloutPlan:
     num_iterations: int = 1
     replicas: int = 1
     accumulate: int | None = None
+    ways: Ways = PADDED
+    most_tokens: int | None = None
+    longest: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         for name in (
@@ -49,11 +58,12 @@ class RolloutPlan:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UserError(f"data.{name} must be a whole number of at least 1, not {value!r}")
         if self.accumulate is not None and self.accumulate < self._least:
+            limit = "batch_size" if self.most_tokens is None else "max_tokens_per_batch"
             raise UserError(
                 f"a step of {self.prompts_per_step} prompts x {self.num_generations} completions "
-                f"needs {self._least} micro-batches of {self.batch_size} on {self.replicas} "
+                f"needs {self._least} micro-batches of {self._limit} on {self.replicas} "
                 f"rank(s), and trainer.accumulate_grad_batches is {self.accumulate}: leave it at "
-                "1 (then it is set as needed), raise it, or raise data.batch_size"
+                f"1 (then it is set as needed), raise it, or raise data.{limit}"
             )
 
     def on(self, replicas: int, accumulate: int | None) -> "RolloutPlan":
@@ -64,11 +74,20 @@ class RolloutPlan:
         """
         return replace(self, replicas=replicas, accumulate=accumulate)
 
-    @property
+    @cached_property
     def _least(self) -> int:
         """Micro-batches that a step needs at least."""
         rows = self.prompts_per_step * self.num_generations
-        return math.ceil(rows / (self.batch_size * self.replicas))
+        if self.most_tokens is None:
+            return math.ceil(rows / (self.batch_size * self.replicas))
+        prompt, completion = self.longest
+        items = [Item(row // self.num_generations, prompt, (completion,)) for row in range(rows)]
+        return math.ceil(len(fill(items, self.ways, self.most_tokens)) / self.replicas)
+
+    @property
+    def _limit(self) -> str:
+        """Of a micro-batch, in words."""
+        return f"{self.batch_size}" if self.most_tokens is None else f"{self.most_tokens} tokens"
 
     @property
     def micro_batches(self) -> int:
@@ -95,7 +114,7 @@ class RolloutPlan:
         return (
             f"{self.prompts_per_step} prompts x {self.num_generations} completions a step, in "
             f"{self.micro_batches} micro-batches x {self.replicas} ranks of at most "
-            f"{self.batch_size}; a rollout of {self.prompts} prompts makes {self.steps} "
+            f"{self._limit}; a rollout of {self.prompts} prompts makes {self.steps} "
             f"of them (steps_per_rollout {self.steps_per_rollout} x num_iterations "
             f"{self.num_iterations})"
         )
@@ -127,13 +146,30 @@ def steps_of(
 def cut(samples: Sequence[Sample], plan: RolloutPlan) -> Window:
     """The micro-batches of a step, and of each the share of every rank; shares may be empty.
 
-    Samples of like length are put together, which saves padding; which of a group's samples end
-    up where does not matter to the gradient. The longest come first: if memory does not suffice,
+    All run about as many tokens. Samples of like length are put together, which saves padding, or
+    those of a group where the model runs their prompt once; which of a group's samples end up
+    where does not matter to the gradient. The longest come first: if memory does not suffice,
     that shows at once.
     """
-    longest_first = sorted(samples, key=lambda sample: -sample.length)
-    bounds = [
-        number * len(samples) // plan.micro_batches for number in range(plan.micro_batches + 1)
+    ordered = _ordered(samples, keeps_groups=plan.ways.shares)
+    items = [Item(one.group, len(one.prompt_ids), (len(one.completion_ids),)) for one in ordered]
+    most_rows = plan.batch_size if plan.most_tokens is None else None
+    count = plan.micro_batches * plan.replicas
+    shares = [
+        [ordered[place] for place in places]
+        for places in balance(items, plan.ways, count, most_rows)
     ]
-    blocks = [longest_first[a:b] for a, b in pairwise(bounds)]
-    return [[block[rank :: plan.replicas] for rank in range(plan.replicas)] for block in blocks]
+    shares += [[] for _ in range(count - len(shares))]
+    return [shares[n : n + plan.replicas] for n in range(0, count, plan.replicas)]
+
+
+def _ordered(samples: Sequence[Sample], *, keeps_groups: bool) -> list[Sample]:
+    """The longest first, or the groups that have the longest."""
+    longest: dict[int, int] = {}
+    for one in samples:
+        longest[one.group] = max(one.length, longest.get(one.group, 0))
+
+    def place(one: Sample) -> tuple[int, ...]:
+        return (-longest[one.group], one.group, -one.length) if keeps_groups else (-one.length,)
+
+    return sorted(samples, key=place)

@@ -115,7 +115,8 @@ def run(tmp_path, llama, pairs, said, scored):
         steps=4,
         batch_size=2,
         folder=tmp_path / "reference",
-        cache_batch_size=None,
+        cache_batch_size=4,
+        cache_tokens=None,
         callbacks=(),
         ckpt_path=None,
         module=None,
@@ -138,7 +139,7 @@ def run(tmp_path, llama, pairs, said, scored):
         validates = "val_path" in (data_options or {})
         trainer = quiet_trainer(
             max_steps=steps,
-            callbacks=[ReferenceCache(folder, cache_batch_size), *callbacks],
+            callbacks=[ReferenceCache(folder, cache_batch_size, cache_tokens), *callbacks],
             default_root_dir=tmp_path,
             **({} if validates else {"limit_val_batches": 0}) | trainer_options,
         )

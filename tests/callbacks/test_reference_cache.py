@@ -11,7 +11,9 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from lit_align.callbacks import ReferenceCache
+from lit_align.callbacks.reference_rows import Responses, cut
 from lit_align.errors import UserError
+from lit_align.logprobs import Ways, layouts
 from lit_align.modules import DPOModule
 
 LORA = {"r": 2, "target_modules": ["q_proj", "v_proj"]}
@@ -233,9 +235,89 @@ def test_a_loss_of_heads_asks_for_them_and_keeps_them_like_any_response(run, lla
     assert run(loss="ld_dpo").scored == 0
 
 
-def test_the_batch_size_of_the_cache_can_be_chosen(run, tmp_path, scored):
-    run(callbacks=[], folder=tmp_path / "a")
-    assert scored == [4, 4, 4, 2]
+def test_the_responses_of_a_batch_can_be_limited(run, tmp_path, scored):
+    run(folder=tmp_path / "four", cache_batch_size=4)
+    run(folder=tmp_path / "five", cache_batch_size=5)
+    run(folder=tmp_path / "one", cache_batch_size=1)
+    # Both responses of a prompt in one batch, unless it has room for one only.
+    assert scored == [4, 4, 4, 2] * 2 + [1] * 14
+
+
+def test_without_such_a_limit_tokens_decide(run, tmp_path, scored, llama):
+    run(folder=tmp_path / "all", cache_batch_size=None)
+    assert scored == [14]
+    cut = run(folder=tmp_path / "cut", cache_batch_size=None, cache_tokens=40)
+    assert len(scored) > 3
+    sums, _ = by_hand(llama, cut.datamodule)
+    assert_close(cut.cache.tensors, sums, rtol=0, atol=2e-5)
+    # None has room for two rows.
+    del scored[:]
+    run(folder=tmp_path / "single", cache_batch_size=None, cache_tokens=1)
+    assert scored == [1] * 14
+
+
+def rows_of(*prompts):
+    """Rows whose responses have the given lengths: (tokens of the prompt, chosen, rejected)."""
+    return [
+        {
+            "index": n,
+            "prompt_ids": [n + 1] * prompt,
+            "chosen_ids": [7] * chosen,
+            "rejected_ids": [8] * rejected,
+        }
+        for n, (prompt, chosen, rejected) in enumerate(prompts)
+    ]
+
+
+def test_responses_to_a_prompt_follow_each_other_the_longest_prompt_first():
+    responses = Responses(rows_of((20, 2, 9), (40, 1, 2), (20, 8, 30)))
+    asked = responses.absent_from({})
+    assert [(one.position, one.tokens) for one in asked] == [
+        *[(2, 30), (2, 8)],
+        *[(1, 2), (1, 1)],
+        *[(0, 9), (0, 2)],
+    ]
+
+
+def test_batches_count_a_shared_prompt_once_and_split_no_prompt_that_fits():
+    rows = rows_of((20, 2, 9), (40, 1, 2), (20, 8, 30))
+    asked = Responses(rows).absent_from({})
+    shared = Ways(packs=True, shares=True, chooses=False)
+
+    def sizes(most_tokens, ways=shared, most_rows=None):
+        batches = cut(asked, ways, most_tokens, most_rows)
+        assert [one for batch in batches for one in batch] == asked
+        return [[one.position for one in batch] for batch in batches]
+
+    # 20 + 29 + 7, 40 + 1 + 0, 20 + 8 + 1: what a response ends with is not run.
+    assert sizes(56 + 41) == [[2, 2, 1, 1], [0, 0]]
+    assert sizes(56 + 41 - 1) == [[2, 2], [1, 1, 0, 0]]
+    assert sizes(56 + 41 + 29) == [[2, 2, 1, 1, 0, 0]]
+    # A prompt that does not fit is run again.
+    assert sizes(55) == [[2], [2], [1, 1], [0, 0]]
+    # Packed 49, 27, 41, 40, 28, 21; padded a batch is as wide as its first.
+    assert sizes(76, shared._replace(shares=False)) == [[2, 2], [1], [1], [0, 0]]
+    assert sizes(100, Ways(packs=False, shares=False, chooses=False)) == [[2, 2], [1, 1], [0, 0]]
+    assert sizes(10_000, most_rows=3) == [[2, 2], [1, 1], [0, 0]]
+
+
+def test_a_prompt_of_many_responses_is_run_once(run, tools, tmp_path, monkeypatch):
+    """Four pairs of one prompt of 21 tokens: it is in one sequence once, not eight times."""
+    prompt = "a long enough prompt "
+    rows = [{"prompt": prompt, "chosen": "b" * n, "rejected": "c" * n} for n in (1, 2, 3, 4)]
+    sizes = []
+    pack = layouts.pack
+
+    def counting(*arguments):
+        packed = pack(*arguments)
+        sizes.append(packed.input_ids.numel())
+        return packed
+
+    monkeypatch.setattr(layouts, "pack", counting)
+    run(data=tools.write_pairs(tmp_path / "one.jsonl", rows), cache_batch_size=None)
+    # What a response ends with is not run, and one that another begins with not either: beside
+    # the longest of one letter, all of the other one.
+    assert sizes[0] == 21 + 4 + (4 + 3 + 2 + 1)
 
 
 def test_it_tells_how_much_came_from_where(run, tmp_path):

@@ -533,6 +533,8 @@ def test_nor_with_other_settings(run, tmp_path, alpha, every, change):
 def test_a_batch_size_of_the_cache_that_is_none_is_refused(size):
     with pytest.raises(UserError, match=r"batch_size must be a whole number .* not"):
         ReferenceCache(batch_size=size)
+    with pytest.raises(UserError, match=r"max_tokens_per_batch must be a whole number .* not"):
+        ReferenceCache(max_tokens_per_batch=size)
 
 
 def test_validation_alone_is_refused(run, pairs, tools, tmp_path):

@@ -92,10 +92,10 @@ def test_a_resumed_sharded_run_without_its_files_computes_the_same_reference(
     ids=["ddp", "fsdp", "fsdp with lora"],
 )
 def test_two_ranks_do_what_one_does(strategy, lora, on_two_ranks, run, llama, val, tmp_path):
-    # 7 training and 3 validation pairs make 20 responses: at 7 a batch that is 3 batches.
-    ranks, said = on_two_ranks(strategy, tmp_path / "two", cache_batch_size=7, lora=lora)
+    # 7 training and 3 validation pairs make 20 responses: at 8 a batch that is 3 batches.
+    ranks, said = on_two_ranks(strategy, tmp_path / "two", cache_batch_size=8, lora=lora)
     # Rank 1, left without a third one, repeats the first to keep in step.
-    assert [rank["scored"] for rank in ranks] == [[7, 6], [7, 7]]
+    assert [rank["scored"] for rank in ranks] == [[8, 4], [8, 8]]
     assert "reference: 20 responses, 0 from cache, 20 computed" in said
 
     policy = {"pretrained": str(llama), "lora": lora}
@@ -103,7 +103,7 @@ def test_two_ranks_do_what_one_does(strategy, lora, on_two_ranks, run, llama, va
     alone = run(
         policy,
         folder=tmp_path / "one",
-        cache_batch_size=7,
+        cache_batch_size=8,
         num_sanity_val_steps=-1,
         callbacks=[ExactMatch(batch_size=2)],
         **options,

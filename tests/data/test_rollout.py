@@ -2,6 +2,7 @@
 
 import json
 from itertools import chain
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -244,6 +245,36 @@ def test_the_trainer_is_told_how_many_micro_batches_make_a_step(
 def test_too_few_micro_batches_are_refused(write, trainer):
     with pytest.raises(UserError, match=r"needs 4 micro-batches.*accumulate_grad_batches is 2"):
         trainer(accumulate_grad_batches=2).fit(Actor(), datamodule=make(write(6)))
+
+
+@pytest.mark.parametrize(
+    ("most_tokens", "set_to"), [(1000, 1), (4 * 25, 1), (4 * 25 - 1, 2), (2 * 25, 2), (25, 4)]
+)
+def test_tokens_say_how_many_micro_batches_make_a_step(write, trainer, most_tokens, set_to):
+    """Four completions, each of at most 25 tokens with its prompt, padded."""
+    one = trainer(max_epochs=1)
+    data = make(write(6), batch_size=1, max_tokens_per_batch=most_tokens)
+    module = Actor()
+    module.sampling = SimpleNamespace(max_new_tokens=25 - longest_prompt(data))
+    one.fit(module, datamodule=data)
+    assert data.plan.micro_batches == set_to
+    assert one.global_step == 3
+    assert one.accumulate_grad_batches == 1
+    assert len(module.seen) == 3 * set_to
+
+
+def longest_prompt(data):
+    data.setup()
+    return max(len(prompt.ids) for prompt in data.train_rows.prompts)
+
+
+def test_a_completion_that_may_be_too_long_is_warned_of(write, trainer):
+    data = make(write(6), max_tokens_per_batch=20)
+    module = Actor()
+    module.sampling = SimpleNamespace(max_new_tokens=30)
+    with pytest.warns(match=r"may have \d+ \+ 30 tokens, more than the 20 of data.max_tokens"):
+        trainer(max_epochs=1).fit(module, datamodule=data)
+    assert data.plan.micro_batches == 4
 
 
 def test_a_schedule_of_accumulation_is_refused(write, trainer):

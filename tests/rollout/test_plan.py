@@ -1,5 +1,6 @@
 """How a rollout is cut: any sizes work, and nothing is lost or counted twice."""
 
+from dataclasses import replace
 from itertools import chain
 
 import pytest
@@ -8,8 +9,9 @@ from hypothesis import strategies as st
 from small_samples import sample
 
 from lit_align.errors import UserError
+from lit_align.logprobs import Item, Ways, tokens_of
 from lit_align.rollout import RolloutPlan
-from lit_align.rollout.plan import cut, steps_of
+from lit_align.rollout.plan import PADDED, cut, steps_of
 
 SIZES = st.builds(
     RolloutPlan,
@@ -84,8 +86,71 @@ def test_samples_of_like_length_share_a_micro_batch_the_longest_first():
     step = [sample(n, completion=[0] * length) for n, length in enumerate(lengths)]
     window = cut(step, RolloutPlan(8, 1, 2, replicas=2))
     found = [[[len(one.completion_ids) for one in share] for share in shares] for shares in window]
-    # Seven of eight: blocks of three and four, dealt out to two ranks.
-    assert found == [[[10, 8], [9]], [[7, 2], [3, 1]]]
+    # At most two each; the longest stands alone, for one of eight is free.
+    assert found == [[[10], [9, 8]], [[7, 3], [2, 1]]]
+
+
+SHARED = Ways(packs=True, shares=True, chooses=True)
+
+
+def tokens(share, ways):
+    """That a rank runs of a micro-batch."""
+    items = [Item(one.group, len(one.prompt_ids), (len(one.completion_ids),)) for one in share]
+    return tokens_of(items, ways)
+
+
+@given(
+    SIZES,
+    st.integers(1, 3),
+    st.sampled_from([PADDED, SHARED, SHARED._replace(shares=False)]),
+    st.integers(60, 400),
+    st.data(),
+)
+def test_no_micro_batch_runs_more_than_it_may_whatever_the_completions(
+    sizes, replicas, ways, most_tokens, data
+):
+    """Prompts of up to 30 tokens and completions of up to 20: 50 fit."""
+    limits = {"ways": ways, "most_tokens": most_tokens, "longest": (30, 20)}
+    plan = replace(sizes, **limits).on(replicas, None)
+    lengths = st.integers(1, 20)
+    samples = [
+        sample(g, n, prompt=[0] * (30 - 7 * g % 25), completion=[0] * data.draw(lengths))
+        for g in range(data.draw(st.integers(1, plan.prompts_per_step)))
+        for n in range(plan.num_generations)
+    ]
+    shares = [share for shares in cut(samples, plan) for share in shares]
+    assert len(shares) == plan.micro_batches * replicas
+    assert names(chain(*shares)) == names(samples)
+    assert all(tokens(share, ways) <= most_tokens for share in shares if share)
+
+
+def test_completions_of_a_prompt_stay_together_where_it_is_run_once():
+    """Three groups of four, two micro-batches on two ranks: each border runs a prompt again."""
+    samples = [
+        sample(g, n, prompt=[0] * 40, completion=[0] * (1 + (5 * g + 3 * n) % 7))
+        for g in range(3)
+        for n in range(4)
+    ]
+    plan = RolloutPlan(3, 4, 3).on(2, None)
+    runs = []
+    for ways in (SHARED, PADDED):
+        shares = chain(*cut(samples, replace(plan, ways=ways)))
+        runs.append(sum(len({one.group for one in share}) for share in shares))
+    assert runs[0] <= 3 + 3 < runs[1]
+
+
+def test_the_numbers_of_a_plan_by_tokens():
+    """4 x 2 completions of 20 tokens for prompts of 30; none runs its last: 30 + 2 x 19 = 68."""
+    plan = RolloutPlan(4, 2, 1, ways=SHARED, most_tokens=136, longest=(30, 20))
+    assert [plan.on(ranks, None).micro_batches for ranks in (1, 2, 3)] == [2, 1, 1]
+    assert replace(plan, most_tokens=135).micro_batches == 3
+    assert replace(plan, most_tokens=1).micro_batches == 8
+    assert replace(plan, ways=PADDED).micro_batches == 4
+    assert "in 2 micro-batches x 1 ranks of at most 136 tokens; a rollout" in plan.describe()
+    with pytest.raises(
+        UserError, match=r"needs 2 micro-batches of 136 tokens.*or raise data.max_tokens_per_batch"
+    ):
+        plan.on(1, 1)
 
 
 def test_the_numbers_of_a_plan():
