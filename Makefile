@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --use-pe
 PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11; do \
 	$$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$name && break; done)
 
-.PHONY: help train test test-slow check notebooks docs
+.PHONY: help train test test-slow check notebooks docs bench
 .DELETE_ON_ERROR:
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo "make check                    both"
 	@echo "make notebooks                run every notebook and keep what it shows"
 	@echo "make docs                     write docs/losses.md and its plots"
+	@echo "make bench                    measure side by side with TRL; write benchmarks/RESULTS.md"
 
 train: .venv/.train
 	@$(BIN)/python train.py $(ARGS)
@@ -40,6 +41,10 @@ notebooks: .venv/.dev
 docs: .venv/.dev
 	$(BIN)/python docs/make_losses.py
 
+# BENCH="--rows dpo_fp32,grpo" measures a part
+bench: .venv/.bench
+	$(BIN)/python benchmarks/side_by_side.py $(BENCH)
+
 .venv/bin/pip:
 	@if [ -z "$(PYTHON)" ]; then echo "error: Python 3.11 or newer is needed; say where: make PYTHON=..." >&2; exit 1; fi
 	$(PYTHON) -m venv .venv
@@ -53,3 +58,8 @@ docs: .venv/.dev
 	@echo "installing lit_align, what it needs and the tools of development into .venv: some minutes, once"
 	@$(PIP) -e '.[dev]'
 	@touch $@ .venv/.train
+
+.venv/.bench: pyproject.toml constraints.txt | .venv/bin/pip
+	@echo "installing lit_align, what it needs and TRL into .venv: some minutes, once"
+	@$(PIP) -e '.[bench]'
+	@touch $@

@@ -6,7 +6,7 @@ can be told from one that carries over.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from tempfile import mkdtemp
 from typing import Any
 
@@ -20,7 +20,9 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 from trl.trainer import utils as trl_utils
 
 BETA = 0.1
-REFERENCE = (-200.0, -210.0)  # of every pair: what it is does not matter to speed
+# Of every pair. What it is does not matter to speed; here the loss is in its linear part, where it
+# shows differences of log-probs as they are instead of magnifying or hiding them.
+REFERENCE = (0.0, -1000.0)
 
 _COMMON = {
     "use_cpu": True,
@@ -44,8 +46,19 @@ def dpo_trainer(
     )
 
 
-def dpo_step(trainer: DPOTrainer, model: nn.Module) -> Callable[[Sequence[Pair]], Tensor]:
-    """Collate, loss with TRL's metrics, backward."""
+def dpo_step(
+    trainer: DPOTrainer,
+    model: nn.Module,
+    precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Callable[[Sequence[Pair]], Tensor]:
+    """Collate, loss with TRL's metrics, backward.
+
+    Args:
+        trainer: of `dpo_trainer`.
+        model: that it was made around.
+        precision: what the forward pass runs in; the trainer's own would be that of the first
+            trainer of the process, whatever it asks for.
+    """
 
     def step(pairs: Sequence[Pair]) -> Tensor:
         rows = [
@@ -58,8 +71,9 @@ def dpo_step(trainer: DPOTrainer, model: nn.Module) -> Callable[[Sequence[Pair]]
             }
             for pair in pairs
         ]
-        with trainer.compute_loss_context_manager():
-            loss = trainer.compute_loss(model, trainer.data_collator(rows))
+        inputs = trainer.data_collator(rows)
+        with trainer.compute_loss_context_manager(), precision():
+            loss = trainer.compute_loss(model, inputs)
         loss.backward()
         return loss.detach()
 
@@ -141,20 +155,13 @@ def response_only() -> Iterator[None]:
         trl_utils._use_triton = usual
 
 
-def full_logits_step(model: nn.Module) -> Callable[[Sequence[Pair]], Tensor]:
+def full_logits_pairs(model: nn.Module) -> Callable[[Sequence[Pair]], Tensor]:
     """The plain loop: all logits of the padded batch, log-softmax, gather."""
 
     def step(pairs: Sequence[Pair]) -> Tensor:
         answers = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
         prompts = [pair.prompt for pair in pairs] * 2
-        ids, mask = _padded(
-            [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)], left=False
-        )
-        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
-        chosen_ids = ids[:, 1:].unsqueeze(-1)
-        logprobs = logits.log_softmax(-1).gather(-1, chosen_ids).squeeze(-1)
-        starts = torch.tensor([len(prompt) for prompt in prompts])
-        scored = mask[:, 1:].bool() & (torch.arange(1, ids.shape[1]) >= starts.unsqueeze(-1))
+        logprobs, scored = _full_logprobs(model, prompts, answers)
         chosen, rejected = (logprobs * scored).sum(-1).chunk(2)
         lead = (chosen - REFERENCE[0]) - (rejected - REFERENCE[1])
         loss = -F.logsigmoid(BETA * lead).mean()
@@ -162,3 +169,32 @@ def full_logits_step(model: nn.Module) -> Callable[[Sequence[Pair]], Tensor]:
         return loss.detach()
 
     return step
+
+
+def full_logits_groups(model: nn.Module) -> Callable[[Sequence[Group]], Tensor]:
+    """The same for completions: the gradient of a policy that has not moved, mean over tokens."""
+
+    def step(groups: Sequence[Group]) -> Tensor:
+        prompts = [group.prompt for group in groups for _ in group.completions]
+        answers = [row for group in groups for row in group.completions]
+        logprobs, scored = _full_logprobs(model, prompts, answers)
+        ratio = (logprobs - logprobs.detach()).exp()
+        gains = ratio * advantages(len(answers)).unsqueeze(-1) * scored
+        loss = -gains.sum() / scored.sum()
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def _full_logprobs(
+    model: nn.Module, prompts: Sequence[list[int]], answers: Sequence[list[int]]
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of all tokens but the first, and which are of the answers; (B, T-1) each."""
+    rows = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+    ids, mask = _padded(rows, left=False)
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
+    logprobs = logits.log_softmax(-1).gather(-1, ids[:, 1:].unsqueeze(-1)).squeeze(-1)
+    starts = torch.tensor([len(prompt) for prompt in prompts])
+    scored = mask[:, 1:].bool() & (torch.arange(1, ids.shape[1]) >= starts.unsqueeze(-1))
+    return logprobs, scored
