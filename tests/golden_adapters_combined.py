@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from lit_align.losses import CombinedConfig, DPOConfig, PairConfig, PairLoss, TensorCache
 from lit_align.modules import DPOModule
-from lit_align.modules.dpo import pair_metrics
 from lit_align.modules.pair_logps import PairLogps, head_mask, pair_logps
+from lit_align.modules.pair_metrics import pair_metrics
 from lit_align.ops import masked_sum
 
 Adapter = Callable[[Case], Result]

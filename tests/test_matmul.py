@@ -70,6 +70,27 @@ def test_autocast_still_computes_in_bfloat16():
 
 
 @needs_onednn
+@pytest.mark.parametrize("turned", [False, True], ids=["as it is", "transposed"])
+def test_no_matrix_with_gaps_between_its_rows_reaches_onednn(turned, monkeypatch):
+    """It would take a kernel that is thousands of times slower; on the left it does not."""
+    given = []
+    kernel = torch.ops.mkldnn._linear_pointwise
+    monkeypatch.setattr(
+        matmul.torch.ops.mkldnn,
+        "_linear_pointwise",
+        lambda left, weights, *rest: given.append(weights) or kernel(left, weights, *rest),
+    )
+    matmul.choose_matmul("onednn")
+    gappy = torch.randn(SIZE, 3, SIZE)[:, 1]
+    right = gappy.t() if turned else gappy
+    assert_close(
+        torch.ones(SIZE, SIZE) @ right, right.sum(0).expand(SIZE, -1), rtol=1e-4, atol=1e-3
+    )
+    (weights,) = given
+    assert weights.is_contiguous() or weights.t().is_contiguous()
+
+
+@needs_onednn
 def test_strided_and_empty_matrices_and_scaled_sums_are_multiplied_right():
     torch.manual_seed(0)
     strided = torch.randn(2 * SIZE, 2 * SIZE)[::2, ::2]

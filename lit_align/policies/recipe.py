@@ -38,7 +38,7 @@ class PolicyRecipe:
             would differ from its reference before the first step. That of `lora` is left alone.
         gradient_checkpointing: compute activations again in the backward pass to save memory.
         lean: compute again what costs next to nothing, see `make_lean`: about half the memory for
-            activations, at no loss of speed.
+            activations; float32 takes no longer, bf16 up to 6 % longer.
         trust_remote_code: run code that comes with the model; only for a source that you trust.
         revision: branch, tag or commit on the model hub.
         chat_template: a Jinja text, or the path of a file that holds one, in place of the
