@@ -190,37 +190,23 @@ class PolicyModule(L.LightningModule):
         return torch.rand(count, generator=generator, dtype=torch.float32).to(self.device)
 
     def is_logging_step(self) -> bool:
-        """Whether metrics are to be logged at the optimizer step that is about to be made.
+        """Whether Lightning's loggers listen at the optimizer step that is about to be made.
 
-        They are every `log_every_n_steps` steps and, so that none is left out, at the last one.
+        They do at the last one as well, and would be told the numbers of an earlier one.
         """
-        trainer = self.trainer
-        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if not every:
-            return False
-        step = trainer.global_step + 1
-        return step % every == 0 or step == trainer.max_steps or _is_last_batch(trainer)
+        every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        step = self.trainer.global_step + 1
+        return bool(every) and (step % every == 0 or step == self.trainer.max_steps)
 
     def log_step(self, metrics: Mapping[str, Tensor | float], *, on_bar: str) -> None:
-        """Give loggers, callbacks and the progress bar the metrics of the step to be made.
-
-        What `log_dict` does, but for all metrics at once: it takes 0.3 ms for each.
+        """Log the metrics of a step to be made: only of some, for each of them takes 0.3 ms.
 
         Args:
             metrics: by name without `train/`, () each, the same on all ranks.
             on_bar: the one that the progress bar shows, if it is there.
         """
-        trainer = self.trainer
-        values = torch.tensor([float(value) for value in metrics.values()], dtype=torch.float32)
-        names = [f"train/{name}" for name in metrics]
-        numbers = dict(zip(names, values.tolist(), strict=True))
-        for kept in (trainer.callback_metrics, trainer.logged_metrics):
-            kept.update(zip(names, values.unbind(), strict=True))
-        if on_bar in metrics:
-            trainer.progress_bar_metrics[f"train/{on_bar}"] = numbers[f"train/{on_bar}"]
-        for logger in trainer.loggers:
-            logger.log_metrics({**numbers, "epoch": trainer.current_epoch}, trainer.global_step)
-            logger.save()
+        for name, value in metrics.items():
+            self.log(f"train/{name}", value, prog_bar=name == on_bar)
 
     def refuse_a_loss_that_is_no_number(self, loss: Tensor) -> None:
         """Stop a run that has come apart."""
@@ -295,12 +281,6 @@ class PolicyModule(L.LightningModule):
                 "the checkpoint was trained against a reference that moved, and this run has the "
                 f"one it began with: add the callback {moved_by}"
             )
-
-
-def _is_last_batch(trainer: L.Trainer) -> bool:
-    """Whether epochs end the run, and this is the last micro-batch of the last one."""
-    epochs = trainer.max_epochs
-    return epochs is not None and trainer.is_last_batch and trainer.current_epoch + 1 == epochs
 
 
 def refuse_other_settings(what: str, saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:

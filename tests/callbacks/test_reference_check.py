@@ -151,9 +151,9 @@ def test_it_is_made_once_and_only_before_the_first_step(run):
     seen = []
 
     class Count(DPOModule):
-        def pair_logps(self, batch, model=None):
+        def pair_logps(self, batch, model=None, **options):
             seen.append((self.trainer.global_step, self.policy.training, torch.is_grad_enabled()))
-            return super().pair_logps(batch, model)
+            return super().pair_logps(batch, model, **options)
 
     result = run(loss="dpo")
     module = Count({"pretrained": result.module.recipe.pretrained}, "dpo")
