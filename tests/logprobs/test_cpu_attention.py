@@ -46,7 +46,7 @@ def values_and_gradients(function, tensors):
     return [out, *torch.autograd.grad((out * weights).sum(), tensors)]
 
 
-@pytest.mark.parametrize("rows", [1, 12, 384], ids=lambda n: f"{n} rows at once")
+@pytest.mark.parametrize("rows", [1, 12, 576], ids=lambda n: f"{n} rows at once")
 @pytest.mark.parametrize(
     "shape", [(4, 4, 8, 8), (6, 2, 8, 8), (3, 1, 5, 7)], ids=["one each", "grouped", "odd"]
 )
