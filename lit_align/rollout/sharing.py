@@ -37,7 +37,8 @@ class Sharing:
         if self.obstacle is None and "logits_to_keep" not in forward.accepts:
             self.obstacle = "it makes the logits of all positions"
         if self.obstacle is None:
-            self.obstacle = self._fault(forward)
+            vocabulary: int = base_model(policy).config.get_text_config().vocab_size
+            self.obstacle = self._fault(forward, vocabulary)
         if self.obstacle is not None:
             name = type(base_model(policy)).__name__
             log.info("%s holds the prompt of each completion apart: %s", name, self.obstacle)
@@ -47,28 +48,30 @@ class Sharing:
         reaches = self.window is None or longest <= self.window
         return Prompts if self.obstacle is None and reaches else start_cached
 
-    def _fault(self, forward: Forward) -> str | None:
+    def _fault(self, forward: Forward, vocabulary: int) -> str | None:
         """What a trial says against sharing."""
-        prompts = Prompts(forward, PROMPTS)
+        ids = [[token % vocabulary for token in prompt] for prompt in PROMPTS]
+        prompts = Prompts(forward, ids)
         self.window = min(prompts.windows, default=None)
         if prompts.unknown:
             return f"its attention goes by {', '.join(sorted(prompts.unknown))}"
         if self.window is not None and self.window < LONGEST:
             return f"its attention reaches back {self.window} tokens"
-        found, right = _trial(prompts, forward), _trial(start_cached(forward, PROMPTS), forward)
+        begun = (prompts, start_cached(forward, ids))
+        found, right = (_trial(each, forward, vocabulary) for each in begun)
         difference = float((found - right).norm() / right.norm())
         # Half the digits: many layers round in many ways. Written so that NaN fails.
         eps = torch.finfo(forward.dtype).eps
         return None if difference <= eps**0.5 else f"its logits differ by {difference:.2g}"
 
 
-def _trial(prompts: Begun, forward: Forward) -> Tensor:
+def _trial(prompts: Begun, forward: Forward, vocabulary: int) -> Tensor:
     """The logits on the way from prompts, one row each."""
     batch = prompts.rows(torch.tensor(OWNERS))
     logits = [batch.logits]
     for rows in (range(len(OWNERS)), STAY):
         # Rows of one prompt go ways of their own.
-        tokens, none = torch.tensor(rows) + 1, torch.zeros(len(rows), dtype=torch.bool)
+        tokens, none = torch.tensor(rows) % vocabulary, torch.zeros(len(rows), dtype=torch.bool)
         batch = batch.rows(torch.tensor(rows)).step(forward, tokens, none)
         logits.append(batch.logits)
     return torch.cat(logits).float()
