@@ -45,6 +45,13 @@ def make_lean(model: nn.Module) -> list[str]:
     return names
 
 
+def is_usual_linear(module: Any) -> bool:
+    """Whether a module computes what `nn.Linear` does, and by itself: also if it is lean."""
+    own = vars(module).get("forward")
+    is_own = own is None or getattr(own, "func", None) is _linear
+    return type(module).forward is nn.Linear.forward and is_own
+
+
 def undo_lean(model: nn.Module) -> None:
     """Make a model, or a copy of one, what it was before `make_lean`."""
     for module in model.modules():
@@ -173,7 +180,8 @@ def _norm(module: nn.Module, *inputs: Any, **options: Any) -> Any:
 
 def _gated(module: Any, hidden: Tensor) -> Any:
     product = partial(_product, module.act_fn)
-    return module.down_proj(again(product, module.gate_proj(hidden), module.up_proj(hidden)))
+    gate, up = module.gate_proj(hidden), module.up_proj(hidden)
+    return module.down_proj(again(product, gate, up, reads=tuple(module.act_fn.parameters())))
 
 
 def _product(activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:

@@ -83,6 +83,8 @@ def _onednn(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     if not (right.is_contiguous() or right.t().is_contiguous()):
         # With gaps between its rows oneDNN would take a kernel that is thousands of times slower.
         right = right.contiguous()
+    # It reads a bias as if its numbers stood one behind the other.
+    bias = None if bias is None else bias.contiguous()
     product: Tensor = torch.ops.mkldnn._linear_pointwise(left, right.t(), bias, "none", [], "")
     return product
 

@@ -202,6 +202,15 @@ def test_adapters_on_every_projection_get_their_gradients():
     assert_same(gradients(model), right)
 
 
+def test_an_activation_with_weights_gets_its_gradients():
+    config = LlamaConfig(**SHAPE, hidden_act="prelu")
+    model = AutoModelForCausalLM.from_config(config)
+    right = gradients(model)
+    make_lean(model)
+    assert any("act_fn" in name for name in right)
+    assert_same(gradients(model), right)
+
+
 def test_a_model_made_lean_can_be_given_adapters():
     peft = pytest.importorskip("peft")
     model = build("llama")

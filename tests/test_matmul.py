@@ -48,6 +48,19 @@ def test_it_goes_without_a_trace():
 
 
 @needs_onednn
+@pytest.mark.parametrize(
+    "bias", [torch.ones(1).expand(SIZE), torch.arange(2.0 * SIZE)[::2]], ids=["expanded", "strided"]
+)
+def test_a_bias_with_gaps_is_read_right(bias):
+    left, right = torch.randn(2, SIZE, SIZE).unbind()
+    matmul.choose_matmul("onednn")
+    found = torch.addmm(bias, left, right)
+    assert_close(
+        found.double(), bias.double() + left.double() @ right.double(), rtol=1e-4, atol=1e-3
+    )
+
+
+@needs_onednn
 def test_twice_gives_the_same_bits():
     matmul.choose_matmul("onednn")
     assert all(map(torch.equal, layer_and_gradients(), layer_and_gradients()))

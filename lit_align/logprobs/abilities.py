@@ -3,7 +3,7 @@
 import inspect
 import logging
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -26,15 +26,18 @@ class Abilities:
     """What the layers of a model allow.
 
     Attributes:
+        attention: name of the implementation with which that was found out.
         no_packing: why rows have to stay padded; None: they need not.
-        dropouts: modules that draw random numbers in training, each token its own.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self._model = ref(model)
         self._name = type(base_model(model)).__name__
+        self.attention = plain_attention(base_model(model).config.get_text_config())
         self._said: set[str] = set()
         self.no_packing = _obstacle(base_model(model)) or _fault(model)
-        self.dropouts = [module for module in model.modules() if _draws(module)]
+        self._modules = 0
+        self._dropouts: list[nn.Module] = []
 
     def pack(self) -> bool:
         """Whether rows can stand in one sequence; says once why not."""
@@ -45,10 +48,20 @@ class Abilities:
     def share(self) -> bool:
         """Whether rows can share what they begin with at this moment; says once why not."""
         # One row's random numbers would be all rows'.
-        drawing = any(module.training for module in self.dropouts)
+        drawing = any(module.training and _draws(module) for module in self._may_draw())
         if drawing:
             self._say(f"{self._name} packs rows, their prompts not shared: it trains with dropout")
         return not drawing
+
+    def _may_draw(self) -> list[nn.Module]:
+        """Modules with a dropout, be it 0 at this moment; looked for again if some were added."""
+        model = self._model()
+        assert model is not None
+        modules = list(model.modules())
+        if len(modules) != self._modules:
+            self._modules = len(modules)
+            self._dropouts = [module for module in modules if _shares(module)]
+        return self._dropouts
 
     def _say(self, message: str) -> None:
         if message not in self._said:
@@ -61,9 +74,14 @@ _KNOWN: "WeakKeyDictionary[nn.Module, Abilities]" = WeakKeyDictionary()
 
 def abilities(model: nn.Module) -> Abilities:
     """What a model allows, found out once: on all ranks at the same call, for it runs the model."""
-    if model not in _KNOWN:
-        _KNOWN[model] = Abilities(model)
-    return _KNOWN[model]
+    known = _KNOWN.get(model)
+    config = base_model(model).config.get_text_config()
+    if known is None or known.attention != plain_attention(config):
+        known = _KNOWN[model] = Abilities(model)
+    elif known.no_packing is None:
+        # The user may have chosen the same implementation again.
+        install(config)
+    return known
 
 
 def _obstacle(base: Any) -> str | None:
@@ -149,8 +167,13 @@ def _difference(found: Tensor, right: Tensor, packed: Packed) -> str | None:
 
 
 def _draws(module: nn.Module) -> bool:
-    """Whether a module draws random numbers in training."""
+    """Whether a module draws random numbers in training, each token its own."""
+    return any(share > 0 for share in _shares(module))
+
+
+def _shares(module: nn.Module) -> list[float]:
+    """Which shares of what it computes a module drops in training."""
     shares = [getattr(module, name, None) for name in ("dropout", "attention_dropout")]
     if isinstance(module, nn.Dropout):
         shares.append(module.p)
-    return any(isinstance(share, float) and share > 0 for share in shares)
+    return [share for share in shares if isinstance(share, float)]

@@ -42,6 +42,9 @@ class CausalLM(NamedTuple):
             use_cache=False,
             segments=packed.segments,
         )[0]
+        if not packed.segments.windows:
+            # Rows would have attended to each other.
+            raise RuntimeError("the model's attention knows nothing of segments")
         return hidden
 
 

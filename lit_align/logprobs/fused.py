@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 # Of float32 logits in work at a time: what a processor's cache holds; elsewhere calls cost more.
 BLOCK_BYTES = {"cpu": 2**21}
@@ -132,6 +133,7 @@ class _Terms(torch.autograd.Function):
         return logprobs, entropy, *others
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, logprobs: Tensor | None, entropy: Tensor | None, *_: Any) -> Any:
         projected, targets = ctx.saved_tensors
         if logprobs is None:

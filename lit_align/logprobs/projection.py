@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lit_align.lean import is_usual_linear
+
 # Of the vocabulary in work at a time.
 BLOCK = 8192
 
@@ -18,7 +20,8 @@ BLOCK = 8192
 def is_bare(project: Any) -> bool:
     """Whether a head is a linear layer and nothing else: no adapter, no hook, no shard."""
     return (
-        getattr(type(project), "forward", None) is nn.Linear.forward
+        isinstance(project, nn.Linear)
+        and is_usual_linear(project)
         and not (project._forward_hooks or project._forward_pre_hooks)
         and not (project._backward_hooks or project._backward_pre_hooks)
         and type(project.weight) in (nn.Parameter, Tensor)

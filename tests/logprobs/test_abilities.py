@@ -8,6 +8,8 @@ from transformers import AutoModelForCausalLM, BloomConfig, FalconConfig, Lfm2Co
 
 from lit_align.logprobs import plain_attention, response_logprobs
 from lit_align.logprobs.abilities import abilities
+from lit_align.logprobs.causal_lm import take_apart
+from lit_align.logprobs.layouts import packed_batch
 
 # What a test shares: two rows of one prompt.
 IDS = torch.arange(3, 3 + 2 * 26).view(2, 26)
@@ -135,3 +137,44 @@ def test_known_architectures_can_be_packed_in_any_precision(family, build, dtype
     model = build(family, dtype)
     assert abilities(model).no_packing is None
     assert plain_attention(model.config) in {"sdpa", "eager"}
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa"])
+def test_attention_chosen_afterwards_is_tried_anew(build, name):
+    model = build("llama")
+    response_logprobs(model, **BATCH, layout="shared")
+    model.set_attn_implementation(name)
+    right = response_logprobs(model, **BATCH, layout="padded").logprobs
+    assert_close(response_logprobs(model, **BATCH, layout="shared").logprobs, right)
+    assert plain_attention(model.config) == name
+
+
+def test_attention_that_knows_no_segments_is_no_wrong_number(build):
+    model = build("llama")
+    assert abilities(model).pack()
+    batch = packed_batch(model, "shared", *BATCH.values())
+    model.config._attn_implementation = "sdpa"
+    with pytest.raises(RuntimeError, match="knows nothing of segments"):
+        take_apart(model).packed_states(batch)
+
+
+def test_dropout_that_comes_later_is_not_shared(build):
+    model = build("llama").train()
+    response_logprobs(model, **BATCH, layout="shared")
+    assert abilities(model).share()
+    layer = model.model.layers[0]
+    layer.mlp.up_proj = nn.Sequential(layer.mlp.up_proj, nn.Dropout(0.0))
+    assert abilities(model).share()
+    layer.mlp.up_proj[1].p = 0.5
+    assert not abilities(model).share()
+    assert abilities(model.eval()).share()
+
+
+def test_a_head_with_a_forward_of_its_own_is_called(build):
+    model = build("llama")
+    usual = model.lm_head.forward
+    model.lm_head.forward = lambda hidden: usual(hidden) * 2
+    found = response_logprobs(model, **BATCH, layout="padded").logprobs
+    right = model(BATCH["input_ids"]).logits[:, :-1].log_softmax(-1)
+    right = right.gather(-1, IDS[:, 1:, None])[..., 0] * (LABELS[:, 1:] != -100)
+    assert_close(found, right, rtol=1e-5, atol=1e-5)
